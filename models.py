@@ -1,0 +1,275 @@
+"""
+The models: one language model, nine ways to mix time, each an equation you know.
+
+    x = embed(tokens);   x = x + mixer(norm(x)), x = x + mlp(norm(x)) in each block;   logits = head(norm(x))
+
+  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T       beta in (0, beta_max)
+  gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T   g in (0, 1)
+  deltaproduct      n_householder such steps a token
+  linear_attention  S_t = S_{t-1} + k_t v_t^T
+  ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                 one number per head: Mamba-2's shape
+  transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
+  lstm, gru, rnn    torch's own, nonlinear in the state
+
+The first five read o_t = S_t^T q_t and differ in one line. beta_max = 2 lets the eigenvalue 1 - beta_t reach -1 (a swap
+is a reflection), beta_max = 1 keeps it in [0, 1]. "a+b" alternates mixers.
+
+Everything has one signature, forward(x, state) -> (y, state): a whole sequence in training, one token in decoding,
+one segment after another in a long evaluation. state None is the start.
+
+Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width.
+
+Look at them:   python models.py
+
+Not here: dropout, biases, weight tying, padding masks.
+"""
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from kernels import decay_scan, delta_rule
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The linear RNNs: one way to make q, k, v, one way to read, one line between
+
+class ShortConv(nn.Module):
+    """Causal convolution over the last `width` tokens, each channel by itself. State: the last width-1 inputs."""
+
+    def __init__(self, channels, width=4):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, channels))
+
+    def forward(self, x, state=None):
+        width, T = len(self.weight), x.shape[1]
+        if state is None:
+            state = x.new_zeros(x.shape[0], width - 1, x.shape[2])
+        x = torch.cat([state.to(x.dtype), x], 1)                          # (B, width-1+T, channels)
+        y = self.weight[0] * x[:, :T]
+        for i in range(1, width):
+            y = torch.addcmul(y, self.weight[i], x[:, i:i + T])
+        return y, x[:, T:]
+
+
+class LinearAttention(nn.Module):
+    """Katharopoulos et al. 2006.16236, without its normaliser: S_t = S_{t-1} + k_t v_t^T. Also the frame of the others:
+    q, k, v from a projection, a short convolution and SiLU; q and k of unit length; a scan; a norm on its output.
+    State: (the convolution's, the scan's (B, H, K, V) in fp32)."""
+    steps = 1                                                             # keys and values a token
+
+    def __init__(self, cfg):
+        super().__init__()
+        D, self.n_head, self.beta_max = cfg.d_model, cfg.n_head, cfg.beta_max
+        self.qkv = nn.Linear(D, (1 + 2 * self.steps) * D, bias=False)
+        self.conv = ShortConv((1 + 2 * self.steps) * D)
+        self.norm = nn.RMSNorm(D // cfg.n_head, eps=1e-5)
+        self.out = nn.Linear(D, D, bias=False)
+
+    def project(self, x, conv_state=None):
+        """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K), and the convolution's state."""
+        y, conv_state = self.conv(self.qkv(x), conv_state)
+        y = F.silu(y).unflatten(-1, (1 + 2 * self.steps, self.n_head, -1))  # (B, T, 1 + 2*steps, H, K)
+        q, k, v = y[:, :, 0], y[:, :, 1:1 + self.steps].flatten(1, 2), y[:, :, 1 + self.steps:].flatten(1, 2)
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, conv_state
+
+    def scan(self, x, q, k, v, S):
+        return decay_scan(q, k, v, state=S)
+
+    def forward(self, x, state=None):
+        conv_state, S = state or (None, None)
+        q, k, v, conv_state = self.project(x, conv_state)
+        o, S = self.scan(x, q, k, v, S)
+        return self.out(self.norm(o).flatten(-2)), (conv_state, S)
+
+
+class DeltaNet(LinearAttention):
+    """Yang et al. 2406.06484; with beta_max 2, negative eigenvalues after Grazzi et al. 2411.12537."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.to_beta = nn.Linear(cfg.d_model, self.steps * cfg.n_head)
+
+    def beta(self, x):
+        """(B, T, D) -> (B, T*steps, H) in (0, beta_max); 1 - beta is the eigenvalue."""
+        beta = self.beta_max * torch.sigmoid(self.to_beta(x).float())
+        return beta.unflatten(-1, (self.steps, self.n_head)).flatten(1, 2)
+
+    def scan(self, x, q, k, v, S):
+        return delta_rule(q, k, v, self.beta(x), state=S)
+
+
+class GatedDeltaNet(DeltaNet):
+    """Yang et al. 2412.06464: DeltaNet whose state also decays. Here the gate is a sigmoid that starts near 1."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.to_gate = nn.Linear(cfg.d_model, cfg.n_head)
+
+    def scan(self, x, q, k, v, S):
+        return delta_rule(q, k, v, self.beta(x), F.logsigmoid(self.to_gate(x).float()), state=S)
+
+
+class DeltaProduct(DeltaNet):
+    """Siems et al. 2502.10297: n_householder delta steps a token, so a token can be a product of reflections."""
+
+    def __init__(self, cfg):
+        self.steps = cfg.n_householder
+        super().__init__(cfg)
+
+    def scan(self, x, q, k, v, S):
+        q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, self.steps - 1, 0)).flatten(1, 2)  # the query reads the last step
+        o, S = delta_rule(q, k, v, self.beta(x), state=S)
+        return o[:, self.steps - 1::self.steps], S
+
+
+class SSM(DeltaNet):
+    """The diagonal cousin, in Mamba-2's shape (2405.21060): what is written fades by 1 - beta, whatever its key.
+    Unlike Mamba's exp(-dt), 1 - beta may be negative (beta_max 2), so the same flag sets the same eigenvalues."""
+
+    def scan(self, x, q, k, v, S):
+        beta = self.beta(x)
+        return decay_scan(q, k, beta[..., None] * v, 1 - beta, S)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The others
+
+def rotate(x, start):
+    """Rotary position embedding (2104.09864) of x (B, H, T, K), whose first token has position `start`."""
+    half = x.shape[-1] // 2
+    frequency = 10000.0 ** -(torch.arange(half, device=x.device) / half)
+    angle = (start + torch.arange(x.shape[2], device=x.device))[:, None] * frequency  # (T, K/2)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.split(half, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Attention(nn.Module):
+    """Causal softmax attention with rotary positions. State: the keys and values so far, (B, H, T, K) each."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.n_head = cfg.n_head
+        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
+        self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
+
+    def forward(self, x, state=None):
+        T, past = x.shape[1], 0 if state is None else state[0].shape[2]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
+        q, k = rotate(q, past), rotate(k, past)
+        if state is not None:
+            k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
+        seen = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past else None
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=not past)
+        return self.out(o.transpose(1, 2).flatten(-2)), (k, v)
+
+
+class Recurrent(nn.Module):
+    """torch's LSTM, GRU or tanh RNN of width D. State: what torch returns."""
+
+    def __init__(self, cfg, kind):
+        super().__init__()
+        self.rnn = kind(cfg.d_model, cfg.d_model, batch_first=True)
+
+    def forward(self, x, state=None):
+        return self.rnn(x, state)
+
+
+MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y, state)
+    "deltanet": DeltaNet,
+    "gated_deltanet": GatedDeltaNet,
+    "deltaproduct": DeltaProduct,
+    "linear_attention": LinearAttention,
+    "ssm": SSM,
+    "transformer": Attention,
+    "lstm": lambda cfg: Recurrent(cfg, nn.LSTM),
+    "gru": lambda cfg: Recurrent(cfg, nn.GRU),
+    "rnn": lambda cfg: Recurrent(cfg, nn.RNN),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The language model
+
+class MLP(nn.Module):
+    """SwiGLU (2002.05202)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.up = nn.Linear(cfg.d_model, 2 * cfg.d_mlp, bias=False)
+        self.down = nn.Linear(cfg.d_mlp, cfg.d_model, bias=False)
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, cfg, mixer):
+        super().__init__()
+        self.norm1, self.mixer = nn.RMSNorm(cfg.d_model, eps=1e-5), MIXERS[mixer](cfg)
+        self.norm2, self.mlp = nn.RMSNorm(cfg.d_model, eps=1e-5), MLP(cfg)
+
+    def forward(self, x, state=None):
+        y, state = self.mixer(self.norm1(x), state)
+        x = x + y
+        return x + self.mlp(self.norm2(x)), state
+
+
+class LM(nn.Module):
+    """cfg has model, d_model, d_mlp, n_layer, n_head, beta_max, n_householder (train.py's Config has).
+
+    `forward` returns hidden vectors; `head` turns them into logits for the next token, `state_head` into logits for the
+    machine state after the line that ends there: n_slots softmaxes over n_classes (P2 section 4, "linear")."""
+
+    def __init__(self, cfg, vocab_size, n_slots, n_classes):
+        super().__init__()
+        mixers = cfg.model.split("+")
+        self.embed = nn.Embedding(vocab_size, cfg.d_model)
+        self.blocks = nn.ModuleList(Block(cfg, mixers[i % len(mixers)]) for i in range(cfg.n_layer))
+        self.norm = nn.RMSNorm(cfg.d_model, eps=1e-5)
+        self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
+        self.to_state, self.n_slots = nn.Linear(cfg.d_model, n_slots * n_classes, bias=False), n_slots
+        init_weights(self)
+
+    def forward(self, tokens, state=None):
+        """tokens (B, T) int64 -> hidden (B, T, D), state: a list with an entry per block, to be passed on."""
+        x, new = self.embed(tokens), []
+        for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
+            x, s = block(x, s)
+            new.append(s)
+        return self.norm(x), new
+
+    def state_head(self, hidden):
+        """(..., D) -> (..., n_slots, n_classes)"""
+        return self.to_state(hidden).unflatten(-1, (self.n_slots, -1))
+
+
+def init_weights(model):
+    """parameter                     | start
+    --------------------------------|-----------------------------------------
+    embedding                       | normal, std 1
+    every matrix                    | normal, std 1 / sqrt(inputs)
+    mixer.out, mlp.down             | the same / sqrt(2 n_layer): the residual stream starts with variance 1 + 1
+    head, to_state                  | zero: the first guess is uniform, the first loss is log(vocabulary)
+    conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
+    to_beta bias                    | 0: beta starts at beta_max / 2
+    to_gate bias                    | 4: the gate starts at 0.98
+    lstm, gru, rnn                  | torch's
+    """
+    for name, p in model.named_parameters():
+        if ".rnn." in name or "norm" in name:
+            continue
+        if name.startswith(("head", "to_state")) or name.endswith("to_beta.bias"):
+            nn.init.zeros_(p)
+        elif name.endswith("to_gate.bias"):
+            nn.init.constant_(p, 4)
+        elif name.endswith("conv.weight"):
+            nn.init.uniform_(p, -len(p) ** -0.5, len(p) ** -0.5)
+        else:
+            std = 1 if name.startswith("embed") else p.shape[1] ** -0.5
+            if name.endswith(("mixer.out.weight", "mlp.down.weight")):
+                std /= math.sqrt(2 * len(model.blocks))
+            nn.init.normal_(p, std=std)
