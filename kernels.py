@@ -1,124 +1,135 @@
 """
-The scans: how a linear RNN moves its state, first as a loop that cannot be misread, then in chunks.
+The scans: how a linear RNN moves its state. First a loop that cannot be misread, then chunks of many steps.
 
 The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and a gate g_t = exp(log g_t) in (0, 1]:
 
-    S_t = g_t S_{t-1} + b_t k_t (v_t - g_t S_{t-1}^T k_t)^T        o_t = S_t^T q_t        b_t = beta_t / |k_t|^2
+    S <- g_t S      S <- S + k_t d_t^T,  d_t = b_t (v_t - S^T k_t),  b_t = beta_t / |k_t|^2      o_t = S^T q_t
 
-i.e. S_t = (I - beta_t k_t k_t^T / k_t^T k_t) g_t S_{t-1} + b_t k_t v_t^T. The bracket is a projector form: its eigenvalues
-are 1 (K-1 times) and 1 - beta_t, whatever the length of k_t. At beta = 2 it is a Householder reflection: it swaps two
-stored values and loses nothing. Without the division by |k_t|^2, a key that was rounded to bf16 has |k|^2 = 1.005, the
-eigenvalue is not -1, and after thousands of steps the state has exploded or died.
+In words: ask the state what it holds under the key k_t, and move that towards v_t. Written out,
 
-Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout (B, T, H, K) everywhere.
+    S_t = (I - beta_t k_t k_t^T / k_t^T k_t) g_t S_{t-1} + b_t k_t v_t^T,
+
+and the bracket has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection: it swaps two
+stored values and loses nothing.
+
+The division by |k_t|^2 (the projector form) keeps that true for keys of any length. A unit key rounded to
+bf16 has |k|^2 = 1.005 or 0.995: without the division the eigenvalue is not -1, and after a few thousand
+reflections the state has exploded or died.
+
+Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K).
 
     delta_rule(..., backend="loop")    the truth: one step at a time, any dtype
-    delta_rule(..., backend="torch")   chunks of C steps, hand-written backward, any device
-    decay_scan(...)                    the diagonal cousin S_t = a_t S_{t-1} + k_t v_t^T, for linear attention and SSMs
+    delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
+    decay_scan(...)                    the diagonal cousin S_t = a_t S_{t-1} + k_t v_t^T
 
 Check and time them:   python kernels.py
 
-Sources: the delta rule in chunks is Yang et al., arXiv 2406.06484; the gate is arXiv 2412.06464; eigenvalues down to -1
-are Grazzi et al., arXiv 2411.12537.
+Sources: chunks, Yang et al. 2406.06484; the gate, Yang et al. 2412.06464; eigenvalues down to -1, Grazzi et
+al. 2411.12537. Not here: layers (models.py).
 """
-import argparse
 import math
 import time
 
 import torch
 import torch.nn.functional as F
 
-LOG_MIN = -30.0  # log-gates are clamped here: e^-30 forgets everything, and cumulative sums stay accurate
+LOG_MIN = -30.0  # log-gates are clamped here: e^-30 forgets all there was, and cumulative sums stay accurate
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The truth
 
 def delta_rule_loop(q, k, v, beta, g, S):
-    """The recurrence above, one step at a time, in the dtype of its arguments; autograd does the backward.
-    unbind, not x[:, t]: the backward of an index writes a whole (B, T, H, K) tensor per step."""
+    """The equations above, one step at a time, in the dtype of the arguments; autograd does the backward.
+
+    unbind, not x[:, t]: the backward of an index writes a whole (B, T, H, K) tensor, T times."""
     norm2 = (k * k).sum(-1)
-    b = torch.where(norm2 > 0, beta / norm2.where(norm2 > 0, 1), 0)  # a zero key writes nothing
-    outputs = []
+    b = torch.where(norm2 > 0, beta / norm2.where(norm2 > 0, 1), 0)      # a zero key writes nothing
     gates = [None] * q.shape[1] if g is None else g.exp().unbind(1)
+    outputs = []
     for q_t, k_t, v_t, b_t, g_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), b.unbind(1), gates):
         if g_t is not None:
-            S = g_t[..., None, None] * S                             # (B, H, K, V)
-        d_t = b_t[..., None] * (v_t - (k_t[..., None, :] @ S)[..., 0, :])  # (B, H, V)  v minus what S says for k
+            S = g_t[..., None, None] * S                                 # (B, H, K, V)
+        held = (k_t[..., None, :] @ S)[..., 0, :]                        # (B, H, V)
+        d_t = b_t[..., None] * (v_t - held)
         S = S + k_t[..., None] * d_t[..., None, :]
         outputs.append((q_t[..., None, :] @ S)[..., 0, :])
     return torch.stack(outputs, 1), S
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Chunks of C steps
 #
-# Within a chunk that starts at state S, step i writes b_i k_i d_i^T with d_i = b_i (v_i - S_{i-1}^T k_i), and S_{i-1}
-# is S plus what steps j < i wrote. So the rows d_i solve a triangular system, and everything else is a product:
+# In a chunk that starts at state S, row i of D is d_i = b_i (v_i - S_{i-1}^T k_i), and S_{i-1} is S plus what
+# rows before i wrote. So the rows of D solve a triangular system, and everything else is a matrix product:
 #
-#     A = tril(diag(b) K K^T, -1)    M = (I + A)^-1    X = V - K S    D = M diag(b) X
-#     O = Q S + P D                  P = tril(Q K^T)                  S' = S + K^T D
+#     A = tril(diag(b) K K^T, -1)    M = (I + A)^-1     P = tril(Q K^T)
+#     X = V - K S                    D = M diag(b) X    O = Q S + P D       S' = S + K^T D
 #
-# With a gate, c = cumsum(log g) inside the chunk, gamma = exp(c) decays from the chunk's start, rho = exp(c_C - c) to its
-# end, and R_ij = exp(c_i - c_j) between two steps: A and P are multiplied by R, K becomes gamma K where it meets S, and
-# rho K where it makes S'. Names in the code: K_in = gamma K, Q_in = gamma Q, K_out = rho K.
+# Only X, D and S' wait for the chunk before; the rest is done for all chunks at once. The backward walks from
+# the last chunk to the first. Given dO and dS':
 #
-# Only X, D and S' must wait for the chunk before; the rest is computed for all chunks at once.
-# The backward runs the same chain from the last chunk to the first. With dO and dS' given:
+#     dD = P^T dO + K dS'            dY = M^T dD        dX = dV = diag(b) dY
+#     dS = dS' + Q^T dO - K^T dX     dP = tril(dO D^T)  dA = -tril(dY D^T, -1), as D = M (b X)
+#     dQ = dO S^T + dP K             dK = dP^T Q + D dS'^T - dX S^T + (G + G^T) K,  G = diag(b) dA
+#     db_i = sum_V (dY X)_i + sum_j (dA K K^T)_ij       then the chain through b = beta / |k|^2
 #
-#     dD = P^T dO + K_out dS'    dX = dV = diag(b) M^T dD    dS = gamma_C dS' + Q_in^T dO - K_in^T dX
-#     dP = R * (dO D^T)          dA = -tril(dY D^T, -1), dY = M^T dD     (no M^T dM M^T is needed: D = M (b X))
-#     dQ = gamma (dO S^T) + dP K
-#     dK = dP^T Q + rho (D dS'^T) - gamma (dX S^T) + (G + G^T) K,  G_ij = b_i dA_ij R_ij
-#     db = sum_V (dY * X) + sum_j (dA * R * K K^T)_ij
+# With a gate, let c = cumsum(log g) within the chunk; gamma = exp(c) is the decay since its start,
+# rho = exp(c_C - c) until its end, R_ij = exp(c_i - c_j) between two steps. A and P are multiplied by R, entry
+# by entry. K becomes gamma K where it reads S (K_in) and rho K where it makes S' (K_out), Q becomes gamma Q
+# (Q_in), and S' starts from gamma_C S.
+#
+# (I + A)^-1 is a triangular solve. Its popular rival (I - A)(I + A^2)(I + A^4)... is equal on paper and NaN
+# at beta = 2 with repeated keys, where the powers of A grow before they vanish.
 
 def to_chunks(x, C):
-    """(B, T, H, ...) -> (N, B*H, C, ...), zero-padded: a step with b = 0, log g = 0 leaves the state alone."""
+    """(B, T, H, ...) -> (N, B*H, C, ...), padded with zeros: b = 0 and log g = 0 leave the state alone."""
     B, T, H = x.shape[:3]
     N = -(-T // C)
     x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, N * C - T))
-    x = x.reshape(B, N, C, H, *x.shape[3:]).transpose(2, 3).transpose(0, 1)  # (N, B, H, C, ...)
+    x = x.reshape(B, N, C, H, *x.shape[3:]).transpose(2, 3).transpose(0, 1)   # (N, B, H, C, ...)
     return x.reshape(N, B * H, C, *x.shape[4:])
 
 
 def from_chunks(x, B, T):
-    """(N, B*H, C, ...) -> (B, T, H, ...), the inverse of to_chunks."""
+    """(N, B*H, C, ...) -> (B, T, H, ...), the way back."""
     N, BH, C = x.shape[:3]
     x = x.reshape(N, B, BH // B, C, *x.shape[3:]).transpose(0, 1).transpose(2, 3)
     return x.reshape(B, N * C, BH // B, *x.shape[4:])[:, :T]
 
 
 def decays(c):
-    """Cumulative log-gates c (N, BH, C) -> gamma, rho (N, BH, C, 1), gamma_C (N, BH, 1, 1), R (N, BH, C, C)."""
-    later = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool, device=c.device).tril()
-    R = (c[..., :, None] - c[..., None, :]).masked_fill(~later, -torch.inf).exp()  # mask first: exp could overflow
+    """Cumulative log-gates c (N, BH, C) -> gamma, rho (N, BH, C, 1), gamma_C (N, BH, 1, 1), R (N, BH, C,
+    C)."""
+    past = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool, device=c.device).tril()
+    between = (c[..., :, None] - c[..., None, :]).masked_fill(~past, -torch.inf)  # first: exp may overflow
     last = c[..., -1:]
-    return c.exp()[..., None], (last - c).exp()[..., None], last.exp()[..., None], R
+    return c.exp()[..., None], (last - c).exp()[..., None], last.exp()[..., None], between.exp()
 
 
 class DeltaRuleChunks(torch.autograd.Function):
-    """The block above, line by line. All arguments share one dtype; g is None or log-gates; C is the chunk length."""
+    """The lines above. All tensors share one dtype; g is None or log-gates; C is the chunk length."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, g, state, C):
-        B, T, H, K = k.shape
-        Q, K_, V, beta_, c = (None if x is None else to_chunks(x, C) for x in (q, k, v, beta, g))
-        S = state.reshape(B * H, K, -1)
-        KK, QK = K_ @ K_.mT, Q @ K_.mT                                   # (N, BH, C, C)
-        norm2 = KK.diagonal(dim1=-2, dim2=-1)  # from the product that makes A: both carry the same rounding, so
-        alive = norm2 > 0                      # the state is off by 1e-5, not 1e-2, after 65,536 reflections
-        b = torch.where(alive, beta_ / norm2.where(alive, 1), 0)
-        K_in, Q_in, K_out, gamma, rho, gamma_C, R = K_, Q, K_, None, None, None, None
-        A, P = (b[..., None] * KK).tril(-1), QK.tril()
+        B, T, H, _ = k.shape
+        Q, K, V, beta = (to_chunks(x, C) for x in (q, k, v, beta))       # (N, BH, C, K), ..., (N, BH, C)
+        KK = K @ K.mT                                                    # (N, BH, C, C)
+        # |k|^2 is taken from the product that makes A: numerator and denominator of the projector then carry
+        # the same rounding, and 65,536 reflections in fp32 cost 1e-5 of the state instead of 1e-2
+        norm2 = KK.diagonal(dim1=-2, dim2=-1)
+        alive = norm2 > 0
+        b = torch.where(alive, beta / norm2.where(alive, 1), 0)
+        A, P = (b[..., None] * KK).tril(-1), (Q @ K.mT).tril()
+        Q_in, K_in, K_out, gamma, rho, gamma_C, R = Q, K, K, None, None, None, None
         if g is not None:
-            c = c.clamp(min=LOG_MIN).cumsum(-1)
-            gamma, rho, gamma_C, R = decays(c)
-            K_in, Q_in, K_out, A, P = gamma * K_, gamma * Q, rho * K_, R * A, R * P
+            gamma, rho, gamma_C, R = decays(to_chunks(g, C).cumsum(-1))
+            Q_in, K_in, K_out, A, P = gamma * Q, gamma * K, rho * K, R * A, R * P
         eye = torch.eye(C, dtype=A.dtype, device=A.device).expand_as(A)
         M = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
         Mb = M * b[..., None, :]
 
-        starts, X, D = [], torch.empty_like(V), torch.empty_like(V)
+        S, starts, X, D = state.flatten(0, 1), [], torch.empty_like(V), torch.empty_like(V)
         for n in range(len(V)):
             starts.append(S)
             torch.baddbmm(V[n], K_in[n], S, alpha=-1, out=X[n])
@@ -126,18 +137,17 @@ class DeltaRuleChunks(torch.autograd.Function):
             S = torch.baddbmm(S if g is None else gamma_C[n] * S, K_out[n].mT, D[n])
         starts = torch.stack(starts)                                     # (N, BH, K, V)
         O = Q_in @ starts + P @ D
-        ctx.save_for_backward(Q, K_, V, beta_, b, alive, norm2, KK, P, M, X, D, starts, gamma, rho, gamma_C, R)
-        ctx.sizes = B, T, state.shape
-        return from_chunks(O, B, T), S.reshape(state.shape)
+        ctx.save_for_backward(Q, K, V, beta, b, alive, KK, P, M, X, D, starts, gamma, rho, gamma_C, R)
+        ctx.B, ctx.T = B, T
+        return from_chunks(O, B, T), S.unflatten(0, (B, H))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dS):
-        Q, K, V, beta, b, alive, norm2, KK, P, M, X, D, S, gamma, rho, gamma_C, R = ctx.saved_tensors
-        B, T, state_shape = ctx.sizes
-        gated = gamma is not None
-        K_in, Q_in, K_out = (gamma * K, gamma * Q, rho * K) if gated else (K, Q, K)
-        dO, dS = to_chunks(do, K.shape[2]), dS.reshape(S.shape[1:])
+    def backward(ctx, dO, dS):
+        Q, K, V, beta, b, alive, KK, P, M, X, D, S, gamma, rho, gamma_C, R = ctx.saved_tensors
+        gated, heads = gamma is not None, dS.shape[:2]
+        Q_in, K_in, K_out = (gamma * Q, gamma * K, rho * K) if gated else (Q, K, K)
+        dO, dS = to_chunks(dO, Q.shape[2]), dS.flatten(0, 1)
         PdO, QdO = P.mT @ dO, Q_in.mT @ dO                               # (N, BH, C, V), (N, BH, K, V)
 
         ends, dY, dX = [], torch.empty_like(V), torch.empty_like(V)
@@ -145,99 +155,175 @@ class DeltaRuleChunks(torch.autograd.Function):
             ends.append(dS)                                              # dS' of chunk n
             dD = torch.baddbmm(PdO[n], K_out[n], dS)
             torch.bmm(M[n].mT, dD, out=dY[n])
-            torch.mul(b[n, ..., None], dY[n], out=dX[n])
+            torch.mul(b[n, :, :, None], dY[n], out=dX[n])
             dS = torch.baddbmm(QdO[n] + (gamma_C[n] * dS if gated else dS), K_in[n].mT, dX[n], alpha=-1)
         ends = torch.stack(ends[::-1])
 
         dP, dA = (dO @ D.mT).tril(), -(dY @ D.mT).tril(-1)
+        dQ, dK, dK_in = dO @ S.mT, D @ ends.mT, dX @ S.mT
         if gated:
-            dP, dA = R * dP, R * dA
-        dQ, dK, dKX = dO @ S.mT, D @ ends.mT, dX @ S.mT
-        if gated:
-            dQ, dK, dKX = gamma * dQ, rho * dK, gamma * dKX
-        dQ += dP @ K
+            dP, dA, dQ, dK, dK_in = R * dP, R * dA, gamma * dQ, rho * dK, gamma * dK_in
         G = b[..., None] * dA
-        dK += dP.mT @ Q + (G + G.mT) @ K - dKX
+        dQ = dQ + dP @ K
+        dK = dK - dK_in + dP.mT @ Q + (G + G.mT) @ K
         db = (dY * X).sum(-1) + (dA * KK).sum(-1)
-        norm2 = norm2.where(alive, 1)
-        dbeta = torch.where(alive, db / norm2, 0)                        # the chain through b = beta / |k|^2
-        dK -= (2 * beta * dbeta / norm2)[..., None] * K
+        norm2 = KK.diagonal(dim1=-2, dim2=-1).where(alive, 1)
+        dbeta = torch.where(alive, db / norm2, 0)
+        dK = dK - (2 * beta * dbeta / norm2)[..., None] * K
         dg = None
-        if gated:  # every way a log-gate acts is also a way of scaling q, k or v: dc follows from their gradients
+        if gated:  # c_i only scales what q_i and k_i see of the past: dc follows from the gradients above
             dc = (Q * dQ - K * dK).sum(-1) - 2 * (V * dX).sum(-1)
-            S_end = gamma_C * S + K_out.mT @ D
-            dc[..., -1] += (S_end * ends).sum((-2, -1))
-            dg = from_chunks(dc.flip(-1).cumsum(-1).flip(-1), B, T)
-        dq, dk, dv, dbeta = (from_chunks(x, B, T) for x in (dQ, dK, dX, dbeta))
-        return dq, dk, dv, dbeta, dg, dS.reshape(state_shape), None
+            dc[..., -1] += ((gamma_C * S + K_out.mT @ D) * ends).sum((-2, -1))
+            dg = from_chunks(dc.flip(-1).cumsum(-1).flip(-1), ctx.B, ctx.T)
+        dq, dk, dv, dbeta = (from_chunks(x, ctx.B, ctx.T) for x in (dQ, dK, dX, dbeta))
+        return dq, dk, dv, dbeta, dg, dS.unflatten(0, heads), None
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The diagonal cousin, in chunks; simple enough to leave the backward to autograd
-
-def decay_scan(q, k, v, a=None, state=None, chunk=32):
-    """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t. Linear attention (a = None, i.e. 1) and Mamba-2's recurrence.
-
-    Shapes, dtypes and results as in `delta_rule`; a (B, T, H) in [-1, 1]: its size travels as a logarithm, its sign
-    beside it. |a| below e^-30 counts as e^-30."""
-    B, T, H, K = k.shape
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    with torch.autocast(v.device.type, enabled=False):
-        S = v.new_zeros(B * H, K, v.shape[-1], dtype=dtype) if state is None else state.to(dtype).flatten(0, 1)
-        C = min(chunk, T)
-        Q, K_, V = (to_chunks(x.to(dtype), C) for x in (q, k, v))
-        P, K_out, Q_in, a_C = (Q @ K_.mT).tril(), K_, Q, [1] * len(V)
-        if a is not None:
-            a_ = to_chunks(a.to(dtype) - 1, C) + 1                       # padded with a = 1: leaves the state alone
-            gamma, rho, gamma_C, R = decays(a_.abs().clamp(min=math.exp(LOG_MIN)).log().cumsum(-1))
-            sign = torch.where(a_ < 0, -1.0, 1.0).to(dtype).cumprod(-1)[..., None]  # (N, BH, C, 1)
-            last = sign[..., -1:, :]
-            P, Q_in = P * R * sign * sign.mT, Q * gamma * sign
-            K_out, a_C = K_ * rho * sign * last, gamma_C * last
-        writes, starts = K_out.mT @ V, []
-        for n in range(len(V)):
-            starts.append(S)
-            S = a_C[n] * S + writes[n]
-        O = Q_in @ torch.stack(starts) + P @ V
-    return from_chunks(O, B, T).to(v.dtype), S.unflatten(0, (B, H))
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# The one door to all of them
+# ----------------------------------------------------------------------------------------------------------
+# One door to all of them
 
 BACKENDS = ("loop", "torch")
 
 
 def resolve_backend(backend="auto"):
-    """-> (backend, why), for the run's first lines."""
-    return ("torch", "chunked PyTorch runs on every device") if backend == "auto" else (backend, "as asked")
+    """-> the backend that `backend` means here, and why."""
+    return ("torch", "chunks, on any device") if backend == "auto" else (backend, "as asked")
 
 
 def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
-    """The (gated) delta rule of this file's first lines, with eigenvalues 1 - beta.
+    """The delta rule of this file's first lines.
 
-    q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H) in fp64, fp32, bf16 or fp16; any T >= 1; K and V may differ.
-    g: None or log-gates (B, T, H) <= 0, clamped at -30. state: None (zeros) or (B, H, K, V). chunk: a chunk length, or
-    None for a good one. backend: "auto", "loop" or "torch".
-    Returns o (B, T, H, V) in v's dtype and the last state (B, H, K, V). Sums and state are kept in fp32 (in fp64 where
-    v is fp64), also under autocast. Differentiable in every tensor. Raises ValueError on shapes that do not fit.
-    """
+    q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H), in fp64, fp32, bf16 or fp16; any T >= 1. g: None, or
+    log-gates (B, T, H) <= 0, clamped at -30. state: None for zeros, or (B, H, K, V). chunk: steps a chunk,
+    None for a good number. backend: "auto", "loop" or "torch". Returns o (B, T, H, V) in v's dtype, and the
+    last state (B, H, K, V). Sums and state are fp32 (fp64 if v is), also under autocast. Differentiable in
+    every tensor. Raises ValueError for shapes that do not fit."""
     B, T, H, K = k.shape
-    for name, x, shape in (("q", q, (B, T, H, K)), ("v", v, (B, T, H, v.shape[-1])), ("beta", beta, (B, T, H)),
-                           ("g", g, (B, T, H)), ("state", state, (B, H, K, v.shape[-1]))):
+    V = v.shape[-1]
+    for name, x, shape in (("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("beta", beta, (B, T, H)),
+                           ("g", g, (B, T, H)), ("state", state, (B, H, K, V))):
         if x is not None and x.shape != shape:
-            raise ValueError(f"{name} is {tuple(x.shape)}, but k {tuple(k.shape)} asks for {shape}")
+            raise ValueError(f"{name} is {tuple(x.shape)}, but beside k {tuple(k.shape)} it must be {shape}")
     backend, _ = resolve_backend(backend)
     if backend not in BACKENDS:
         raise ValueError(f"backend '{backend}': choose auto, {' or '.join(BACKENDS)}")
     dtype = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(v.device.type, enabled=False):
-        q_, k_, v_, beta_, g, S = (None if x is None else x.to(dtype) for x in (q, k, v, beta, g, state))
-        if S is None:
-            S = v_.new_zeros(B, H, K, v.shape[-1])
+        q, k, x, beta = (x.to(dtype) for x in (q, k, v, beta))
+        g = g if g is None else g.to(dtype).clamp(min=LOG_MIN)
+        S = x.new_zeros(B, H, K, V) if state is None else state.to(dtype)
         if backend == "loop":
-            o, S = delta_rule_loop(q_, k_, v_, beta_, g if g is None else g.clamp(min=LOG_MIN), S)
+            o, S = delta_rule_loop(q, k, x, beta, g, S)
         else:
-            C = chunk or min(16 if K <= 16 else 32, T)
-            o, S = DeltaRuleChunks.apply(q_, k_, v_, beta_, g, S, C)
+            o, S = DeltaRuleChunks.apply(q, k, x, beta, g, S, min(chunk or (16 if K <= 16 else 32), T))
     return o.to(v.dtype), S
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The diagonal cousin, in chunks; simple enough to leave its backward to autograd
+
+def decay_scan(q, k, v, a=None, state=None, chunk=32):
+    """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: linear attention (a None, meaning 1), Mamba-2's
+    recurrence.
+
+    a (B, T, H) in [-1, 1]: its logarithm is cumulated, its sign travels beside it; |a| < e^-30 counts as
+    e^-30. All else as in `delta_rule`."""
+    B, T, H, K = k.shape
+    dtype, C = torch.promote_types(v.dtype, torch.float32), min(chunk, T)
+    with torch.autocast(v.device.type, enabled=False):
+        Q, K_out, V = (to_chunks(x.to(dtype), C) for x in (q, k, v))
+        S = V.new_zeros(B * H, K, v.shape[-1]) if state is None else state.to(dtype).flatten(0, 1)
+        Q_in, P, a_C = Q, (Q @ K_out.mT).tril(), [1] * len(V)
+        if a is not None:
+            log_a = to_chunks(a.to(dtype).abs().clamp(min=math.exp(LOG_MIN)).log(), C)
+            gamma, rho, gamma_C, R = decays(log_a.cumsum(-1))
+            flips = to_chunks((a < 0).to(dtype), C).cumsum(-1)[..., None]
+            sign = 1 - 2 * (flips % 2)                                   # (N, BH, C, 1)  of the product
+            Q_in, P = gamma * sign * Q, R * sign * sign.mT * P
+            K_out, a_C = rho * sign * sign[:, :, -1:] * K_out, gamma_C * sign[:, :, -1:]
+        starts, writes = [], K_out.mT @ V
+        for n in range(len(V)):
+            starts.append(S)
+            S = a_C[n] * S + writes[n]
+        o = from_chunks(Q_in @ torch.stack(starts) + P @ V, B, T)
+    return o.to(v.dtype), S.unflatten(0, (B, H))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# python kernels.py: every backend against the loop in float64, then the clock
+
+def example(kind, B=2, T=100, H=2, K=16, V=16, dtype=torch.float64, seed=0):
+    """Inputs q, k, v, beta that a scan must survive. kind: random, unnormalised, identical (keys, beta 2:
+    parity), transpositions (keys e_i - e_j, beta 2: swaps of five values), zero (beta 0)."""
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, T, H, n, generator=rng, dtype=torch.float64) for n in (K, K, V))
+    beta = torch.full((B, T, H), 2.0, dtype=torch.float64)
+    if kind in ("random", "unnormalised"):
+        beta = 2 * torch.rand(B, T, H, generator=rng, dtype=torch.float64)
+        length = 5 * torch.rand(B, T, H, 1, generator=rng, dtype=torch.float64)
+    elif kind == "identical":
+        k = k[:, :1].expand_as(k)
+    elif kind == "transpositions":
+        pairs = torch.rand(B, T, H, 5, generator=rng).argsort(-1)[..., :2]
+        unit = torch.eye(K, dtype=torch.float64)
+        k = unit[pairs[..., 0]] - unit[pairs[..., 1]]
+    elif kind == "zero":
+        beta = torch.zeros_like(beta)
+    k = F.normalize(k, dim=-1) * (length if kind == "unnormalised" else 1)
+    return tuple(x.to(dtype) for x in (F.normalize(q, dim=-1), k, v / math.sqrt(V), beta))
+
+
+def errors(tensors, truth):
+    """Relative error of each tensor, |a - b| / |b|, where |b| counts as at least 1e-6 of the largest."""
+    largest = max(b.norm() for b in truth)
+    return [((a.double() - b).norm() / max(b.norm(), 1e-6 * largest)).item() for a, b in zip(tensors, truth)]
+
+
+def with_gradients(inputs, backend, **options):
+    """o, the last state, and the gradients of a fixed random projection of both: everything a scan
+    returns."""
+    inputs = [x if x is None else x.detach().requires_grad_() for x in inputs]
+    o, S = delta_rule(*inputs, backend=backend, **options)
+    rng = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x) for x in (o, S)]
+    wanted = [x for x in inputs if x is not None]
+    grads = torch.autograd.grad((o * weights[0]).sum() + (S * weights[1]).sum(), wanted)
+    return [x.detach() for x in (o, S, *grads)]
+
+
+def median_ms(f, runs):
+    f()                                                                  # the first call pays for memory
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        f()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * sorted(seconds)[runs // 2]
+
+
+def main():
+    print("error of the torch backend in fp32 against the loop in float64, at T = 1000:")
+    print(f"{'':16s}{'o':>9s}{'state':>9s}{'dq':>9s}{'dk':>9s}{'dv':>9s}{'dbeta':>9s}")
+    for kind in ("random", "unnormalised", "identical", "transpositions", "zero"):
+        inputs = example(kind, T=1000)
+        truth = with_gradients(inputs, "loop")
+        mine = errors(with_gradients([x.float() for x in inputs], "torch"), truth)
+        print(f"{kind:16s}" + "".join(f"{e:9.0e}" for e in mine))
+
+    print(f"\nms, forward | forward + backward, fp32, {torch.get_num_threads()} threads, median of 5:")
+    print(f"{'B, T, H, K':>16s}{'loop':>16s}{'torch':>16s}{'loop / torch':>16s}")
+    shapes = ((8, 512, 4, 32), (64, 256, 4, 32), (8, 2048, 4, 32), (16, 512, 4, 64), (16, 681, 1, 64))
+    for B, T, H, K in shapes:
+        inputs = example("random", B, T, H, K, K, torch.float32)
+        ms = {}
+        for backend in BACKENDS:
+            ms[backend] = (median_ms(lambda: delta_rule(*inputs, backend=backend), 5),
+                           median_ms(lambda: with_gradients(inputs, backend), 5))
+        ratio = [a / b for a, b in zip(ms["loop"], ms["torch"])]
+        print(f"{f'{B}, {T}, {H}, {K}':>16s}" +
+              "".join(f"{a:8.0f} |{b:6.0f}" for a, b in (ms["loop"], ms["torch"])) +
+              f"{ratio[0]:8.1f} |{ratio[1]:6.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,27 +3,28 @@ The models: one language model, nine ways to mix time, each an equation you know
 
     x = embed(tokens);   x = x + mixer(norm(x)), x = x + mlp(norm(x)) in each block;   logits = head(norm(x))
 
-  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T       beta in (0, beta_max)
-  gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T   g in (0, 1)
-  deltaproduct      n_householder such steps a token
   linear_attention  S_t = S_{t-1} + k_t v_t^T
-  ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                 one number per head: Mamba-2's shape
+  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in (0, beta_max)
+  gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
+  deltaproduct      n_householder delta steps a token
+  ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
   lstm, gru, rnn    torch's own, nonlinear in the state
 
-The first five read o_t = S_t^T q_t and differ in one line. beta_max = 2 lets the eigenvalue 1 - beta_t reach -1 (a swap
-is a reflection), beta_max = 1 keeps it in [0, 1]. "a+b" alternates mixers.
+The first five read o_t = S_t^T q_t and differ in a line each. beta_max = 2 lets the eigenvalue 1 - beta_t
+reach -1 (to swap is to reflect), beta_max = 1 keeps it in [0, 1]. "a+b" alternates mixers, block by block.
 
-Everything has one signature, forward(x, state) -> (y, state): a whole sequence in training, one token in decoding,
-one segment after another in a long evaluation. state None is the start.
+All have one signature, forward(x, state) -> (y, state): the whole sequence in training, one token in
+decoding, one segment after another in a long evaluation. state None is the start.
 
 Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width.
 
 Look at them:   python models.py
 
-Not here: dropout, biases, weight tying, padding masks.
+Not here: dropout, weight tying, padding masks.
 """
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -32,11 +33,11 @@ import torch.nn.functional as F
 from kernels import decay_scan, delta_rule
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The linear RNNs: one way to make q, k, v, one way to read, one line between
+# ----------------------------------------------------------------------------------------------------------
+# The linear RNNs: each is the one above it, and a line
 
 class ShortConv(nn.Module):
-    """Causal convolution over the last `width` tokens, each channel by itself. State: the last width-1 inputs."""
+    """Causal convolution over `width` tokens, each channel by itself. State: the last width - 1 inputs."""
 
     def __init__(self, channels, width=4):
         super().__init__()
@@ -54,9 +55,10 @@ class ShortConv(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """Katharopoulos et al. 2006.16236, without its normaliser: S_t = S_{t-1} + k_t v_t^T. Also the frame of the others:
-    q, k, v from a projection, a short convolution and SiLU; q and k of unit length; a scan; a norm on its output.
-    State: (the convolution's, the scan's (B, H, K, V) in fp32)."""
+    """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
+
+    Also the frame of the next four: q, k, v from a projection, a short convolution and SiLU; q and k of unit
+    length; a scan; a norm on its output. State: (the convolution's, the scan's (B, H, K, V) in fp32)."""
     steps = 1                                                             # keys and values a token
 
     def __init__(self, cfg):
@@ -85,7 +87,7 @@ class LinearAttention(nn.Module):
 
 
 class DeltaNet(LinearAttention):
-    """Yang et al. 2406.06484; with beta_max 2, negative eigenvalues after Grazzi et al. 2411.12537."""
+    """Yang et al. 2406.06484: overwrite what the key holds. beta_max 2 after Grazzi et al. 2411.12537."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -101,7 +103,7 @@ class DeltaNet(LinearAttention):
 
 
 class GatedDeltaNet(DeltaNet):
-    """Yang et al. 2412.06464: DeltaNet whose state also decays. Here the gate is a sigmoid that starts near 1."""
+    """Yang et al. 2412.06464: DeltaNet whose state also decays, here by a sigmoid that starts near 1."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -112,28 +114,28 @@ class GatedDeltaNet(DeltaNet):
 
 
 class DeltaProduct(DeltaNet):
-    """Siems et al. 2502.10297: n_householder delta steps a token, so a token can be a product of reflections."""
+    """Siems et al. 2502.10297: n_householder delta steps a token, which can be a product of reflections."""
 
     def __init__(self, cfg):
         self.steps = cfg.n_householder
         super().__init__(cfg)
 
     def scan(self, x, q, k, v, S):
-        q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, self.steps - 1, 0)).flatten(1, 2)  # the query reads the last step
+        q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, self.steps - 1, 0)).flatten(1, 2)  # it reads the last step
         o, S = delta_rule(q, k, v, self.beta(x), state=S)
         return o[:, self.steps - 1::self.steps], S
 
 
 class SSM(DeltaNet):
-    """The diagonal cousin, in Mamba-2's shape (2405.21060): what is written fades by 1 - beta, whatever its key.
-    Unlike Mamba's exp(-dt), 1 - beta may be negative (beta_max 2), so the same flag sets the same eigenvalues."""
+    """Dao and Gu 2405.21060, Mamba-2's shape: all that is held fades by 1 - beta, whatever its key. Unlike
+    Mamba's exp(-dt), 1 - beta may be negative (beta_max 2): one flag sets everybody's eigenvalues."""
 
     def scan(self, x, q, k, v, S):
         beta = self.beta(x)
         return decay_scan(q, k, beta[..., None] * v, 1 - beta, S)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The others
 
 def rotate(x, start):
@@ -147,7 +149,7 @@ def rotate(x, start):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention with rotary positions. State: the keys and values so far, (B, H, T, K) each."""
+    """Causal softmax attention with rotary positions. State: keys and values so far, (B, H, T, K) each."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -190,7 +192,7 @@ MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The language model
 
 class MLP(nn.Module):
@@ -219,10 +221,11 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """cfg has model, d_model, d_mlp, n_layer, n_head, beta_max, n_householder (train.py's Config has).
+    """cfg has model, d_model, d_mlp, n_layer, n_head, beta_max, n_householder, as train.py's Config.
 
-    `forward` returns hidden vectors; `head` turns them into logits for the next token, `state_head` into logits for the
-    machine state after the line that ends there: n_slots softmaxes over n_classes (P2 section 4, "linear")."""
+    `forward` returns hidden vectors; `head` turns them into logits for the next token, `state_head` into
+    logits for the state after the line that ends there: n_slots softmaxes over n_classes (P2 section 4,
+    "linear")."""
 
     def __init__(self, cfg, vocab_size, n_slots, n_classes):
         super().__init__()
@@ -252,8 +255,8 @@ def init_weights(model):
     --------------------------------|-----------------------------------------
     embedding                       | normal, std 1
     every matrix                    | normal, std 1 / sqrt(inputs)
-    mixer.out, mlp.down             | the same / sqrt(2 n_layer): the residual stream starts with variance 1 + 1
-    head, to_state                  | zero: the first guess is uniform, the first loss is log(vocabulary)
+    mixer.out, mlp.down             | the same / sqrt(2 n_layer): together they add a variance of 1
+    head, to_state                  | zero: the first guess is uniform, the first loss log(vocabulary)
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
     to_beta bias                    | 0: beta starts at beta_max / 2
     to_gate bias                    | 4: the gate starts at 0.98
@@ -273,3 +276,38 @@ def init_weights(model):
             if name.endswith(("mixer.out.weight", "mlp.down.weight")):
                 std /= math.sqrt(2 * len(model.blocks))
             nn.init.normal_(p, std=std)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# python models.py: every mixer, its size, and its three ways to run
+
+def main():
+    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, beta_max=2.0, n_householder=2)
+    tokens = torch.randint(256, (2, 60), generator=torch.Generator().manual_seed(0))
+    print("model              parameters  state, numbers  token by token  in segments")
+    for name in [*MIXERS, "deltanet+lstm"]:
+        cfg.model = name
+        torch.manual_seed(0)
+        model = LM(cfg, vocab_size=256, n_slots=5, n_classes=5).eval()
+        with torch.no_grad():
+            whole, state = model(tokens)
+            off = []
+            for length in (1, 23):
+                pieces, s = [], None
+                for piece in tokens.split(length, 1):
+                    y, s = model(piece, s)
+                    pieces.append(y)
+                off.append((torch.cat(pieces, 1) - whole).abs().max().item())
+        numbers = sum(x.numel() for block in state for x in nested(block)) // len(tokens)
+        size = sum(p.numel() for p in model.parameters())
+        print(f"{name:18s}{size:12,}{numbers:16,}{off[0]:16.0e}{off[1]:13.0e}")
+    print("last columns: largest difference to the whole sequence at once; the state is that after 60 tokens")
+
+
+def nested(state):
+    """The tensors in a mixer's state, which may be a tensor or a tuple of them."""
+    return [state] if isinstance(state, torch.Tensor) else [x for part in state for x in nested(part)]
+
+
+if __name__ == "__main__":
+    main()
