@@ -66,6 +66,8 @@ def start(main):
     except UserError as error:
         print(f"{sys.argv[0].split('/')[-1]}: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def delta_rule_loop(q, k, v, beta, g, S):
 #     db_i = sum_V (dY X)_i + sum_j (dA K K^T)_ij       then the chain through b = beta / |k|^2
 #
 # With a gate, let c = cumsum(log g) within the chunk; gamma = exp(c) is the decay since its start,
-# rho = exp(c_C - c) until its end, R_ij = exp(c_i - c_j) between two steps. A and P are multiplied by R, entry
+# rho = exp(c_C - c) until its end, R_ij = exp(c_i - c_j) between two steps. A and P are multiplied by R entry
 # by entry. K becomes gamma K where it reads S (K_in) and rho K where it makes S' (K_out), Q becomes gamma Q
 # (Q_in), and S' starts from gamma_C S.
 #

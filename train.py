@@ -1,22 +1,23 @@
 """
 Train a model on a task, watch it learn, and test it far beyond what it saw. Nothing is hidden in a library.
 
-    python train.py --model deltanet --task repl                     half a minute on two laptop cores
-    python train.py --model deltanet,transformer --seed 0,1,2        a grid: six runs, finished ones are skipped
-    python train.py --eval out/deltanet-repl --eval-at 512x16        a trained model, somewhere else
-    python train.py --help                                           every setting, with its reason
+    python train.py --model deltanet --task repl                   half a minute on two laptop cores
+    python train.py --model deltanet,transformer --seed 0,1,2      a grid: six runs, finished ones are skipped
+    python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, somewhere else
+    python train.py --help                                         every setting, with its reason
 
 Loss: the mean over all next tokens, plus reveal_weight times the mean over revealed values, plus state_weight
-times the mean over the state head's softmaxes at line ends (P2 section 4, "linear"). P1 has the first term only.
+times the mean over the state head's softmaxes at line ends (P2 section 4, "linear"). P1 has the first term
+only.
 
-Curriculum: stages LxS, L commands with a reveal after every S-th (P1 section 4). A stage is passed when reveals
-of fresh training traces are right often enough (--advance), or after a fixed number of traces (--stage-samples,
-as in P1).
+Curriculum: stages LxS, L commands with a reveal after every S-th (P1 section 4). A stage is passed when
+reveals of fresh training traces are right often enough (--advance), or after a fixed number of traces
+(--stage-samples, as in P1).
 
-Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces. Constant,
-because with --advance nobody knows beforehand when the last stage will be passed; the fall starts at that moment,
-or in time to end at max_samples. With --stage-samples the end is known, and a cooldown as long as the run is P1's
-cosine. So one rule is well defined in both cases.
+Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces.
+Constant, because with --advance nobody knows beforehand when the last stage will be passed; the fall starts
+at that moment, or in time to end at max_samples. With --stage-samples the end is known, and a cooldown as
+long as the run is P1's cosine. So one rule is well defined in both cases.
 
 A run leaves a folder with ckpt.pt (torch.load(weights_only=True) reads it), metrics.csv and result.json.
 P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step Execution".
@@ -42,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import TASKS, Parser, Stage, Tokenizer, UserError, one_of, parse_stages, start
+from data import TASKS, Parser, Tokenizer, UserError, one_of, parse_stages, start
 from kernels import resolve_backend
 from models import LM, MIXERS
 
@@ -52,10 +53,10 @@ class Config:
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
     task: str = "repl"             # repl (Python traces) or group (word problems)
-    n_vars: int = 5                # repl: variables, 2 to 9; five make S5, the smallest unsolvable symmetric group
+    n_vars: int = 5                # repl: variables, 2 to 9; with five, permutations form S5: unsolvable
     moves: str = "swap"            # repl: a command is a swap of two variables, or a perm(utation) of all
     group: str = "S5"              # group: one of data.py's GROUPS
-    curriculum: str = "auto"       # stages "LxS LxS ..."; "8x1:3" permutes 3 variables at most; auto: the task's
+    curriculum: str = "auto"       # stages "LxS LxS ..."; "8x1:3" permutes at most 3; auto: the task's own
     # the model: these make 77 thousand parameters
     d_model: int = 64              # width
     d_mlp: int = 128               # width inside the MLP
@@ -90,7 +91,7 @@ class Config:
     dtype: str = "fp32"            # fp32, or bf16 for all but the scan's state
     save_every: int = 100          # steps between two checkpoints
     out: str = "out"               # where the runs' folders go
-    name: str = "auto"             # the run's folder; auto: model, task, and each setting that is not the default
+    name: str = "auto"             # the run's folder; auto: model, task and settings not at their default
 
 
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
@@ -113,9 +114,9 @@ def parse(argv):
     for f in fields(Config):
         parser.add_argument(flag(f.name), metavar=f.type.__name__,
                             help=f"{HELP[f.name]} [{f.default}]".replace("%", "%%"))
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run (a grid always does)")
-    parser.add_argument("--overwrite", action="store_true", help="start over where a run's folder already exists")
-    parser.add_argument("--eval", metavar="CKPT", help="evaluate this checkpoint or run folder, train nothing")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run, as a grid does")
+    parser.add_argument("--overwrite", action="store_true", help="start over where a run's folder exists")
+    parser.add_argument("--eval", metavar="CKPT", help="evaluate a checkpoint or run folder, train nothing")
     args = parser.parse_args(argv)
     if args.resume and args.overwrite:
         raise UserError("--resume goes on, --overwrite starts over: give one of them")
@@ -126,10 +127,9 @@ def parse(argv):
             if text is not None:
                 axes[f.name] = [f.type(word.strip()) for word in text.split(",")]
         except ValueError:
-            raise UserError(f"{flag(f.name)} {text}: give a number of type {f.type.__name__}, or a comma list")
-    given = {name: values[0] for name, values in axes.items()}
-    if args.eval and (set(given) - set(WITH_EVAL) or max(map(len, axes.values()), default=1) > 1 or args.resume
-                      or args.overwrite):
+            raise UserError(f"{flag(f.name)} {text}: give {f.type.__name__}s, separated by commas")
+    given, grid = {name: values[0] for name, values in axes.items()}, any(len(v) > 1 for v in axes.values())
+    if args.eval and (set(given) - set(WITH_EVAL) or grid or args.resume or args.overwrite):
         raise UserError("--eval has its settings from the checkpoint: give only " +
                         ", ".join(map(flag, WITH_EVAL)) + " beside it, one value each")
     return [Config(**dict(zip(axes, cell))) for cell in itertools.product(*axes.values())], given, args
@@ -167,8 +167,9 @@ def check(cfg):
     """Raise UserError for settings that cannot be run, before anything is built."""
     for f in fields(Config):
         value = getattr(cfg, f.name)
-        if f.type is not str and not (0 < value if f.name in POSITIVE else 0 <= value) or value == math.inf:
-            raise UserError(f"{flag(f.name)} {value}: must be {'above 0' if f.name in POSITIVE else '0 or more'}")
+        least = "above 0" if f.name in POSITIVE else "0 or more"
+        if f.type is not str and not (0 < value < math.inf or value == 0 and least == "0 or more"):
+            raise UserError(f"{flag(f.name)} {value}: give a number, {least}")
     mixers = cfg.model.split("+")
     for mixer in mixers:
         one_of("--model", mixer, MIXERS)
@@ -177,22 +178,20 @@ def check(cfg):
     pick_device(cfg.device)
     one_of("--dtype", cfg.dtype, ("fp32", "bf16"))
     total = total_samples(cfg, stages)
-    for wrong, advice in (
-            (cfg.n_layer < len(mixers), f"--model {cfg.model} alternates {len(mixers)} mixers: give --n-layer "
-                                        f"{len(mixers)} or more"),
-            (cfg.d_model % (2 * cfg.n_head), f"--d-model {cfg.d_model} does not split into --n-head {cfg.n_head} "
-                                             "heads of even width"),
-            (cfg.beta_max > 2, f"--beta-max {cfg.beta_max:g}: above 2 an eigenvalue leaves [-1, 1] and the state "
-                               "explodes"),
-            (max(cfg.advance, cfg.until) > 1, "--advance and --until are accuracies: give at most 1"),
-            (not task.next_token and not cfg.state_weight, f"--task {cfg.task} is learned from the states alone: "
-                                                           "give --state-weight above 0"),
-            (total > cfg.max_samples, f"--stage-samples {cfg.stage_samples} x {len(stages)} stages: raise "
-                                      f"--max-samples to {total}"),
-            (cfg.warmup + cfg.cooldown > total, f"--warmup {cfg.warmup} and --cooldown {cfg.cooldown} do not fit "
-                                                f"into {total} traces: lower them")):
-        if wrong:
-            raise UserError(advice)
+    if cfg.n_layer < len(mixers):
+        raise UserError(f"--model {cfg.model} alternates mixers: give --n-layer {len(mixers)} or more")
+    if cfg.d_model % (2 * cfg.n_head):
+        raise UserError(f"--d-model {cfg.d_model}: must split into --n-head {cfg.n_head} heads of even width")
+    if cfg.beta_max > 2:
+        raise UserError(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1] and states explode")
+    if max(cfg.advance, cfg.until) > 1:
+        raise UserError("--advance and --until are accuracies: give at most 1")
+    if not task.next_token and not cfg.state_weight:
+        raise UserError(f"--task {cfg.task}: learned from states alone, so give --state-weight above 0")
+    if total > cfg.max_samples:
+        raise UserError(f"--stage-samples times {len(stages)} stages is {total}: raise --max-samples to that")
+    if cfg.warmup + cfg.cooldown > total:
+        raise UserError(f"--warmup plus --cooldown is more than the run's {total} traces: lower them")
 
 
 def run_folder(cfg):
@@ -209,7 +208,8 @@ def run_folder(cfg):
 # Loss and score
 
 def questions(task, batch):
-    """-> asked (B, T) bool, the R positions of each trace that are read for an answer, and the answers (B, R)."""
+    """-> asked (B, T) bool, the R positions of each trace that are read for an answer, and the answers (B,
+    R)."""
     if not task.next_token:                                              # the label of a token is the state
         return batch.line_end, batch.state[:, :, 0]
     return batch.answer.roll(-1, 1), batch.tokens[batch.answer].view(len(batch.tokens), -1)
@@ -232,8 +232,8 @@ def loss_terms(model, task, batch, hidden):
 
 @torch.no_grad()
 def evaluate(cfg, model, task, stage, device):
-    """Accuracy on held-out traces of a stage, true commands in the context. Reads cfg.segment tokens at a time and
-    carries the state, so memory does not grow with the length (but for a Transformer's cache).
+    """Accuracy on held-out traces of a stage, true commands in the context. Reads cfg.segment tokens at a
+    time and carries the state, so memory does not grow with the length (but for a Transformer's cache).
 
     -> {"commands", "spacing", "reveal_acc", "final_acc", "by_reveal": accuracy at each reveal of a trace}"""
     right = []
@@ -255,9 +255,10 @@ def evaluate(cfg, model, task, stage, device):
 
 
 def show_eval(row, task, stages):
-    seen = any((s.commands, s.spacing) == (row["commands"], row["spacing"]) for s in stages)
-    return (f"eval    {row['commands']} commands, a reveal after every {row['spacing']}: {row['reveal_acc']:.2%} right, "
-            f"the last reveal {row['final_acc']:.2%} (chance {task.chance:.1%}, {'trained' if seen else 'never seen'})")
+    L, S = row["commands"], row["spacing"]
+    trained = "trained here" if (L, S) in [(s.commands, s.spacing) for s in stages] else "never seen"
+    return (f"eval    {L} commands, a reveal after every {S}: {row['reveal_acc']:.2%} right, the last "
+            f"{row['final_acc']:.2%} (chance {task.chance:.1%}; {trained})")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -289,11 +290,11 @@ def load_checkpoint(path):
         raise UserError(f"{path}: no such checkpoint")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        ours = checkpoint["format"] == FORMAT and set(checkpoint["config"]) == {f.name for f in fields(Config)}
+        ours = checkpoint["format"] == FORMAT and set(checkpoint["config"]) == set(HELP)
     except Exception:  # a foreign or broken file fails in as many ways as there are files
         ours = False
     if not ours:
-        raise UserError(f"{path}: cut short, or not a checkpoint of this version of train.py; give another one")
+        raise UserError(f"{path}: cut short, or no checkpoint of this version of train.py; give another")
     return checkpoint
 
 
@@ -325,21 +326,22 @@ def look_at(cfg, resume, overwrite):
     there, here = saved["config"], asdict(cfg)
     for name in here:
         if name not in BESIDE_THE_POINT and there[name] != here[name]:
-            raise UserError(f"{folder} holds a run with {flag(name)} {there[name]}, not {here[name]}: choose another "
-                            "--name, or --overwrite it")
+            raise UserError(f"{folder} holds a run with {flag(name)} {there[name]}, not {here[name]}: choose "
+                            "another --name, or --overwrite it")
     if (folder / "result.json").exists():
         return "finished"
     if not resume:
-        raise UserError(f"{folder} holds an interrupted run: add --resume to go on, --overwrite to start over")
+        raise UserError(f"{folder} holds an unfinished run: --resume goes on, --overwrite starts over")
     return saved
 
 
-COLUMNS = ("step", "samples", "seconds", "stage", "commands", "spacing", "lr", "loss", "next", "reveal", "state",
-           "grad_norm", "reveal_acc", "held_out_acc")
+COLUMNS = """step samples seconds stage commands spacing lr loss next reveal state grad_norm reveal_acc
+held_out_acc""".split()
 
 
 def open_metrics(path, step):
-    """-> metrics.csv, open, and its csv writer; rows beyond `step`, later than the checkpoint, are dropped."""
+    """-> metrics.csv, open, and its csv writer; rows beyond `step`, later than the checkpoint, are
+    dropped."""
     kept = []
     if step:
         with open(path, newline="") as file:
@@ -390,7 +392,7 @@ def train(cfg, task, stages, folder, device, saved=None):
     """Train, from the start or from the checkpoint `saved`; write ckpt.pt and metrics.csv into `folder`.
     -> model, progress (a dict), and why it ended: "done", "interrupted" or "nan"."""
     model, total = build_model(cfg, task, device), total_samples(cfg, stages)
-    optimizer = torch.optim.AdamW(model.parameters(), cfg.learning_rate, (0.9, 0.95), weight_decay=cfg.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     p = {"step": 0, "samples": 0, "stage": 0, "stage_from": 0, "recent": [], "passed": [],
          "fall_from": total - cfg.cooldown, "seconds": 0.0, "data_seconds": 0.0}
     if saved:
@@ -427,7 +429,7 @@ def train(cfg, task, stages, folder, device, saved=None):
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
-            if not math.isfinite(loss.item() + norm.item()):             # before the step: weights are still good
+            if not math.isfinite(loss.item() + norm.item()):             # before the step: weights are good
                 why = "nan"
                 break
             optimizer.step()
@@ -446,8 +448,8 @@ def train(cfg, task, stages, folder, device, saved=None):
 
             if p["step"] % cfg.eval_every == 0:
                 row["held_out_acc"] = evaluate(cfg, model, task, stage, device)["reveal_acc"]
-                tqdm.write(f"step {p['step']}: {p['samples']:,} traces, {p['seconds']:.0f} s, stage {stage}, loss "
-                           f"{row['loss']:.3f}, reveals {recent:.1%}, held out {row['held_out_acc']:.1%}")
+                tqdm.write(f"step {p['step']}: {p['samples']:,} traces, {p['seconds']:.0f} s, stage {stage}, "
+                           f"loss {row['loss']:.3f}, {recent:.1%} right, held out {row['held_out_acc']:.1%}")
             rows.writerow(row)
             if last and 0 < cfg.until <= row.get("held_out_acc", 0):
                 break
@@ -479,16 +481,18 @@ def introduce(cfg, task, stages, device, why, saved):
         return sum(p.numel() for p in module.parameters())
 
     model, (backend, because) = build_model(cfg, task, "cpu"), resolve_backend()
-    changed = [f"{f.name}={getattr(cfg, f.name)}" for f in fields(Config) if getattr(cfg, f.name) != f.default]
-    passing = f"{cfg.stage_samples:,} traces" if cfg.stage_samples else f"until {cfg.advance:.0%} of reveals are right"
+    default = asdict(Config())
+    changed = [f"{name}={value}" for name, value in asdict(cfg).items() if value != default[name]]
+    length = f"{cfg.stage_samples:,} traces" if cfg.stage_samples else f"until {cfg.advance:.0%} is right"
     print(f"run     {run_folder(cfg)}: " + (", ".join(changed) or "every setting at its default"))
     if saved:
         print(f"resumed after step {saved['progress']['step']}, {saved['progress']['samples']:,} traces")
-    print(f"task    {cfg.task}, chance {task.chance:.1%}; stages {' '.join(map(str, stages))} (commands x spacing), "
-          f"each {passing}")
-    print(f"device  {device} ({why}), {cfg.dtype}, {torch.get_num_threads()} threads; scan: {backend} ({because})")
-    print(f"model   {count(model):,} parameters: embedding {count(model.embed):,} + blocks {count(model.blocks):,} + "
-          f"norm {count(model.norm):,} + head {count(model.head):,} + state head {count(model.to_state):,}")
+    print(f"task    {cfg.task}, chance {task.chance:.1%}; stages {' '.join(map(str, stages))}, each {length}")
+    print(f"device  {device} ({why}), {cfg.dtype}, {torch.get_num_threads()} threads")
+    print(f"scan    {backend} ({because})")
+    print(f"model   {count(model):,} parameters = embedding {count(model.embed):,} + blocks "
+          f"{count(model.blocks):,} + norm {count(model.norm):,} + head {count(model.head):,} + state head "
+          f"{count(model.to_state):,}")
     return count(model)
 
 
@@ -504,15 +508,16 @@ def run(cfg, saved, argv):
               f"next    python train.py {shlex.join(argv)}" + " --resume" * ("--resume" not in argv))
         return None, why
     if why == "nan":
-        print(f"train.py: the loss or its gradient is not finite at step {p['step'] + 1}; {folder / 'ckpt.pt'} is the "
-              f"last good checkpoint. Try a --learning-rate below {cfg.learning_rate:g}", file=sys.stderr)
+        print(f"train.py: loss or gradient not finite at step {p['step'] + 1}; the last good checkpoint is kept. "
+              f"Try --learning-rate {cfg.learning_rate / 3:.1g}", file=sys.stderr)
         return None, why
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s ({p['data_seconds'] / p['seconds']:.1%} of it to "
-          f"make them), {peak / 2**30:.1f} GiB at most")
+    share = p["data_seconds"] / max(p["seconds"], 1e-9)
+    print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it; memory "
+          f"peaked at {peak / 2**30:.1f} GiB")
     result = {"model": cfg.model, "task": cfg.task, "params": params, "samples": p["samples"],
               "seconds": p["seconds"], "seed": cfg.seed, "stage_reached": str(stages[p["stage"]]),
               "passed": p["passed"], "eval": [], "config": asdict(cfg)}
@@ -529,13 +534,13 @@ def run(cfg, saved, argv):
 def table(results):
     """A line a run: what varied, its cost, and reveal accuracy at each evaluated stage."""
     configs = [r["config"] for r in results]
-    varied = [name for name in configs[0] if len({c[name] for c in configs}) > 1 and name not in BESIDE_THE_POINT]
+    varied = [name for name in HELP if len({c[name] for c in configs}) > 1 and name not in BESIDE_THE_POINT]
     places = list(dict.fromkeys(f"{e['commands']}x{e['spacing']}" for r in results for e in r["eval"]))
     lines = [[*varied, "parameters", "traces", "seconds", "reached", *places]]
     for r in results:
         accuracy = {f"{e['commands']}x{e['spacing']}": f"{e['reveal_acc']:.1%}" for e in r["eval"]}
         lines.append([*(str(r["config"][name]) for name in varied), f"{r['params']:,}", f"{r['samples']:,}",
-                      f"{r['seconds']:.0f}", r["stage_reached"], *(accuracy.get(place, "") for place in places)])
+                      f"{r['seconds']:.0f}", r["stage_reached"], *(accuracy.get(at, "") for at in places)])
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(word.rjust(width) for word, width in zip(line, widths)) for line in lines)
 
@@ -545,7 +550,8 @@ def main(argv):
     if args.eval:
         device, why = pick_device(given.get("device", "auto"))
         cfg, task, stages, model = load_model(args.eval, device, **{"eval_at": "auto", **given})
-        print(f"{args.eval}: {cfg.model} on {cfg.task}, {cfg.eval_samples} held-out traces each, on {device} ({why})")
+        print(f"model   {args.eval}: {cfg.model} on {cfg.task}, {cfg.eval_samples} traces a line")
+        print(f"device  {device} ({why}), {cfg.dtype}")
         for stage in eval_stages(cfg, task, stages):
             print(show_eval(evaluate(cfg, model, task, stage, device), task, stages))
         return 0
