@@ -171,9 +171,10 @@ class DeltaRuleChunks(torch.autograd.Function):
         dbeta = torch.where(alive, db / norm2, 0)
         dK = dK - (2 * beta * dbeta / norm2)[..., None] * K
         dg = None
-        if gated:  # c_i only scales what q_i and k_i see of the past: dc follows from the gradients above
-            dc = (Q * dQ - K * dK).sum(-1) - 2 * (V * dX).sum(-1)
-            dc[..., -1] += ((gamma_C * S + K_out.mT @ D) * ends).sum((-2, -1))
+        if gated:  # c is in R (twice), in Q_in, K_in and K_out, and its last entry in K_out and gamma_C
+            W, out = dP * (Q @ K.mT) + G * KK, (D * (K_out @ ends)).sum(-1)
+            dc = W.sum(-1) - W.sum(-2) + (dO * (Q_in @ S)).sum(-1) - (dX * (K_in @ S)).sum(-1) - out
+            dc[..., -1] += out.sum(-1) + (gamma_C * S * ends).sum((-2, -1))
             dg = from_chunks(dc.flip(-1).cumsum(-1).flip(-1), ctx.B, ctx.T)
         dq, dk, dv, dbeta = (from_chunks(x, ctx.B, ctx.T) for x in (dQ, dK, dX, dbeta))
         return dq, dk, dv, dbeta, dg, dS.unflatten(0, heads), None

@@ -3,6 +3,7 @@ The figures, one function each, from the files that runs leave behind.
 
     python plot.py curve out/deltanet-repl*                     reveal accuracy while training
     python plot.py positions out/deltanet-repl* --at 128x16     accuracy at each reveal of a trace (P1 Fig. 4)
+    python plot.py table out/deltanet-repl*                     the numbers, as CSV
 
 Runs that differ only in their seed become one line, the median, in a band from the worst to the best. A
 figure of another kind is ten more lines: read what you need into {label: [(x, y) of each seed, ...]}, call
@@ -34,7 +35,7 @@ def lines(curves, x_label, y_label, title, chance=None):
         axes.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
     if chance is not None:
         axes.axhline(chance, color="gray", linestyle=":", linewidth=1)
-        axes.text(1, chance, "chance", transform=axes.get_yaxis_transform(), ha="right", va="bottom", color="gray")
+        axes.text(1, chance, "chance", transform=axes.get_yaxis_transform(), ha="right", va="bottom")
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -94,26 +95,43 @@ def chance_of(groups):
     return 1 / n_vars.pop() if len(n_vars) == 1 else None
 
 
-FIGURES = {"curve": curve, "positions": positions}
+def table(groups, path):
+    """Write a CSV with a line per run and evaluated stage."""
+    with open(path, "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow("run seed params samples seconds commands spacing reveal_acc final_acc".split())
+        for label, runs in groups.items():
+            for result, _ in runs:
+                cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1)]
+                for row in result["eval"]:
+                    score = [round(row[k], 4) for k in ("reveal_acc", "final_acc")]
+                    rows.writerow([label, *cost, row["commands"], row["spacing"], *score])
+
+
+FIGURES = {"curve": curve, "positions": positions}  # each takes (groups, at) and returns a figure
 
 
 def main(argv):
     parser = Parser(__doc__)
-    parser.add_argument("figure", help=" or ".join(FIGURES))
+    parser.add_argument("figure", help=", ".join(FIGURES) + " or table")
     parser.add_argument("runs", nargs="+", help="folders of finished runs")
     parser.add_argument("--at", default="128x16", help="positions: which evaluation of the runs [128x16]")
-    parser.add_argument("--save", help="file, .png or .svg [out/FIGURE.png]")
+    parser.add_argument("--save", help="file, .png or .svg, .csv for a table [out/FIGURE.png, out/table.csv]")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     args = parser.parse_args(argv)
-    one_of("figure", args.figure, FIGURES)
-    path = Path(args.save or f"out/{args.figure}.png")
-    one_of("--save must end in", path.suffix, (".png", ".svg"))
+    one_of("figure", args.figure, [*FIGURES, "table"])
+    endings = (".csv",) if args.figure == "table" else (".png", ".svg")
+    path = Path(args.save or f"out/{args.figure}{endings[0]}")
+    one_of("--save: the ending", path.suffix, endings)
     if path.exists() and not args.overwrite:
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
-    figure = FIGURES[args.figure](load(args.runs), args.at)
+    groups = load(args.runs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        if args.figure == "table":
+            table(groups, path)
+        else:
+            FIGURES[args.figure](groups, args.at).savefig(path, dpi=150)
     except OSError as error:
         raise UserError(f"{path}: cannot write there ({error.strerror}); choose another --save")
     print(f"saved {path}")

@@ -298,13 +298,13 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def load_model(path, device, **changes):
-    """-> cfg, task, stages, model of a checkpoint, with some settings changed."""
+def load_model(path, **changes):
+    """-> cfg, task, stages and model of a checkpoint, some settings changed."""
     checkpoint = load_checkpoint(path)
     cfg = replace(Config(**checkpoint["config"]), **changes)
     check(cfg)
     task, stages = build_task(cfg, Tokenizer(checkpoint["lexemes"]))
-    model = build_model(cfg, task, device)
+    model = build_model(cfg, task, pick_device(cfg.device)[0])
     model.load_state_dict(checkpoint["model"])
     return cfg, task, stages, model
 
@@ -345,7 +345,7 @@ def open_metrics(path, step):
     kept = []
     if step:
         with open(path, newline="") as file:
-            kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+            kept = list(csv.DictReader(file))[:step]                     # a row a step
     file = open(path, "w", newline="")
     rows = csv.DictWriter(file, COLUMNS)
     rows.writeheader()
@@ -508,16 +508,16 @@ def run(cfg, saved, argv):
               f"next    python train.py {shlex.join(argv)}" + " --resume" * ("--resume" not in argv))
         return None, why
     if why == "nan":
-        print(f"train.py: loss or gradient not finite at step {p['step'] + 1}; the last good checkpoint is kept. "
-              f"Try --learning-rate {cfg.learning_rate / 3:.1g}", file=sys.stderr)
+        print(f"train.py: loss or gradient not finite at step {p['step']}, the last good checkpoint is kept: "
+              f"try --learning-rate {cfg.learning_rate / 3:.1g}", file=sys.stderr)
         return None, why
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     share = p["data_seconds"] / max(p["seconds"], 1e-9)
-    print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it; memory "
-          f"peaked at {peak / 2**30:.1f} GiB")
+    print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it; "
+          f"memory peaked at {peak / 2**30:.1f} GiB")
     result = {"model": cfg.model, "task": cfg.task, "params": params, "samples": p["samples"],
               "seconds": p["seconds"], "seed": cfg.seed, "stage_reached": str(stages[p["stage"]]),
               "passed": p["passed"], "eval": [], "config": asdict(cfg)}
@@ -548,8 +548,8 @@ def table(results):
 def main(argv):
     configs, given, args = parse(argv)
     if args.eval:
-        device, why = pick_device(given.get("device", "auto"))
-        cfg, task, stages, model = load_model(args.eval, device, **{"eval_at": "auto", **given})
+        cfg, task, stages, model = load_model(args.eval, **{"device": "auto", "eval_at": "auto", **given})
+        device, why = pick_device(cfg.device)
         print(f"model   {args.eval}: {cfg.model} on {cfg.task}, {cfg.eval_samples} traces a line")
         print(f"device  {device} ({why}), {cfg.dtype}")
         for stage in eval_stages(cfg, task, stages):

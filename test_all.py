@@ -1,0 +1,883 @@
+"""
+The claims, as code. Each test is a sentence that this project says of itself, checked against something else:
+a float64 loop, brute force, a real Python interpreter, finite differences, a killed process.
+
+    python -m pytest -q test_all.py              two to three minutes on two cores
+    python -m pytest -q -m slow test_all.py      what takes longer
+"""
+import csv
+import dataclasses
+import glob
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["OMP_NUM_THREADS"] = "1"  # tensors are tiny here: a second thread costs more than it brings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data
+import kernels
+import models
+import plot
+import train
+from data import GROUPS, Group, Repl, Stage, Tokenizer, UserError, parse_stages
+from kernels import decay_scan, delta_rule, errors, example, with_gradients
+
+HERE = Path(__file__).parent
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # no file to register `slow` in
+slow, CPU = pytest.mark.slow, torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def slow_tests_only_on_demand(request):
+    if request.node.get_closest_marker("slow") and not request.config.getoption("markexpr"):
+        pytest.skip("slow: run with -m slow")
+
+
+def command(*args, **kwargs):
+    """Run a file of this project as a user would."""
+    words = [sys.executable, *map(str, args)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# data.py: the tokenizer
+
+def test_every_string_survives_the_tokenizer():
+    tokenizer, rng = Tokenizer(), np.random.default_rng(0)
+    pieces = [*data.LEXEMES, *map(chr, range(256)), "→", "🙂", "\ud83d", "\ude00", "\udc80", ">>"]
+    for _ in range(2000):
+        text = "".join(rng.choice(pieces, size=rng.integers(0, 30)))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_swap_costs_9_tokens_and_a_permutation_of_five_21():
+    tokenizer = Tokenizer()
+    assert len(tokenizer.encode(">>> a, b = b, a\n")) == 9
+    assert len(tokenizer.encode(">>> a, b, c, d, e = c, e, b, a, d\n")) == 21
+    assert tokenizer.encode("a1") == [ord("a"), ord("1")]
+
+
+def test_lexemes_are_matched_longest_first():
+    assert Tokenizer(("ab", "abc")).encode("abcab") == [257, 256]
+
+
+def test_bytes_that_are_no_text_still_decode():
+    assert Tokenizer().decode([0xFF, ord("a")]) == "\ufffda"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# data.py: repl
+
+KINDS = [(5, "swap", "8x1"), (2, "swap", "7x3"), (9, "swap", "16x4"), (5, "perm", "8x2"),
+         (5, "perm", "9x2:3"), (3, "perm", "12x12")]
+
+
+def texts(task, batch):
+    return [task.tokenizer.decode(row) for row in batch.tokens.tolist()]
+
+
+@pytest.mark.parametrize("n_vars, moves, stage", KINDS)
+def test_a_python_interpreter_prints_what_1000_traces_say(n_vars, moves, stage):
+    task = Repl(n_vars, moves)
+    [stage] = parse_stages(stage, task)
+    traces = texts(task, task.batch(stage, 1000, 0, "train", 0))
+    lines = "".join(traces).splitlines()
+    typed = [line[4:] for line in lines if line.startswith(">>> ")]
+    printed = [line for line in lines if not line.startswith(">>> ")]
+    shell = command("-i", "-q", input="\n".join(typed) + "\n")
+    assert "Error" not in shell.stderr
+    assert shell.stdout.splitlines() == printed
+    assert len(printed) == 1000 * (stage.commands // stage.spacing)
+
+
+@pytest.mark.parametrize("n_vars, moves, stage", KINDS)
+def test_states_and_answers_are_where_python_puts_them(n_vars, moves, stage):
+    task = Repl(n_vars, moves)
+    [stage] = parse_stages(stage, task)
+    batch = task.batch(stage, 20, 1, "test", 3)
+    for b, text in enumerate(texts(task, batch)):
+        scope, ends, revealed = {}, batch.line_end[b].nonzero().flatten().tolist(), []
+        lines = text.splitlines(keepends=True)
+        assert len(ends) == len(lines) and ends[-1] == batch.tokens.shape[1] - 1
+        for line, end in zip(lines, ends):
+            if line.startswith(">>> ") and "print" not in line:
+                exec(line[4:], scope)
+            if not line.startswith(">>> "):
+                revealed.append(line.split()[1])
+            names = [chr(ord("a") + i) for i in range(n_vars)]
+            assert batch.state[b, end].tolist() == [scope.get(name, 0) - 1 for name in names]
+        assert task.tokenizer.decode(batch.tokens[b][batch.answer[b]].tolist()) == "".join(revealed)
+        assert (batch.state[b][~batch.line_end[b]] == -1).all()
+
+
+def test_batches_are_a_pure_function_of_seed_split_stage_and_number():
+    task, stage = Repl(), Stage(8, 1)
+    one = task.batch(stage, 4, 7, "train", 5)
+    assert torch.equal(one.tokens, task.batch(stage, 4, 7, "train", 5).tokens)
+    for other in ((stage, 4, 8, "train", 5), (stage, 4, 7, "test", 5), (stage, 4, 7, "train", 6)):
+        assert not torch.equal(one.tokens, task.batch(*other).tokens)
+
+
+def test_training_and_held_out_traces_never_meet():
+    task, stage = Repl(), Stage(8, 1)
+    seen, held_out = (set(texts(task, task.batch(stage, 5000, 0, split, 0))) for split in ("train", "test"))
+    assert len(seen) == len(held_out) == 5000 and not seen & held_out
+
+
+def chi_square(counts, n_classes):
+    expected = sum(counts.values()) / n_classes
+    return sum((counts[x] - expected) ** 2 for x in counts) / expected + (n_classes - len(counts)) * expected
+
+
+@pytest.mark.parametrize("moves, moved, n_classes", [("swap", 0, 10), ("perm", 0, 120), ("perm", 2, 11)])
+def test_commands_are_uniform(moves, moved, n_classes):
+    """chi-square with n_classes - 1 degrees of freedom: mean n - 1, standard deviation sqrt(2 (n - 1))."""
+    task = Repl(5, moves)
+    _, source = task.commands(np.random.default_rng(0), 3000, Stage(8, 1, moved))
+    counts = Counter(map(tuple, source.reshape(-1, 5).tolist()))
+    identity = counts.pop((0, 1, 2, 3, 4), 0)
+    if moved == 2:  # two variables, in either order: half of them stay
+        assert identity / 24000 == pytest.approx(0.5, abs=0.02)
+        assert all(sum(i != x for i, x in enumerate(p)) == 2 for p in counts)
+        n_classes -= 1
+    elif moves == "perm":
+        counts[0, 1, 2, 3, 4] = identity
+    assert len(counts) == n_classes
+    assert chi_square(counts, n_classes) < n_classes + 5 * math.sqrt(2 * n_classes)
+
+
+def test_reveals_are_uniform_over_variables():
+    task = Repl()
+    text = "".join(texts(task, task.batch(Stage(64, 1), 200, 0, "train", 0)))
+    counts = Counter(re.findall(r"print\('(.)'", text))
+    assert sum(counts.values()) == 12800 and chi_square(counts, 5) < 5 + 5 * math.sqrt(10)
+
+
+@pytest.mark.parametrize("text", ["8", "8x", "0x0", "4x8", "8x0", "8x1:3", "", "8x1,16x2", "x1", "-8x1"])
+def test_bad_stages_are_refused(text):
+    with pytest.raises(UserError):
+        parse_stages(text, Repl())
+
+
+def test_a_permutation_stage_is_within_the_variables():
+    assert parse_stages("8x1:3 8x2", Repl(5, "perm")) == [Stage(8, 1, 3), Stage(8, 2)]
+    for text in ("8x1:1", "8x1:6"):
+        with pytest.raises(UserError):
+            parse_stages(text, Repl(5, "perm"))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# data.py: group
+
+ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A4xZ5": 60, "A5": 60, "S5": 120, "S5swaps": 120}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_have_their_order_and_labels_are_products(name):
+    task = Group(name)
+    assert len(task.elements) == ORDERS[name]
+    batch = task.batch(Stage(20, 1), 30, 0, "train", 0)
+    for word, labels in zip(batch.tokens.tolist(), batch.state[:, :, 0].tolist()):
+        points = list(range(len(task.elements[0])))                       # where each point has been moved to
+        for token, label in zip(word, labels):
+            points = [task.elements[token][x] for x in points]
+            assert task.elements[label] == tuple(points)
+    assert len(set(task.mul[0].tolist())) == ORDERS[name]                 # no row of the table repeats itself
+
+
+def test_groups_are_abelian_exactly_where_their_names_say():
+    abelian = {name for name in GROUPS if (Group(name).mul == Group(name).mul.T).all()}
+    assert abelian == {"Z2", "Z60"}
+
+
+def test_words_of_s5swaps_hold_transpositions_only():
+    task = Group("S5swaps")
+    used = set(task.batch(Stage(50, 1), 100, 0, "train", 0).tokens.flatten().tolist())
+    assert len(used) == 10
+    assert all(sum(i != x for i, x in enumerate(task.elements[e])) == 2 for e in used)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# kernels.py
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+NAMES = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
+EXAMPLES = ("random", "unnormalised", "identical", "transpositions", "zero")
+GATES = {"no gate": lambda beta: None, "g = 1": torch.zeros_like,
+         "g in (0.4, 1)": lambda beta: -0.43 * beta - 0.02, "g -> 0": lambda beta: 0 * beta - 40}
+
+
+def dense(q, k, v, beta, g, S):
+    """The recurrence for one head with K x K matrices, in numpy's float64."""
+    o = []
+    for t in range(len(q)):
+        norm2 = float(k[t] @ k[t])
+        b = beta[t] / norm2 if norm2 else 0.0
+        S = (np.eye(len(k[t])) - b * np.outer(k[t], k[t])) @ (math.exp(g[t]) * S) + b * np.outer(k[t], v[t])
+        o.append(S.T @ q[t])
+    return np.array(o), S
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_the_loop_is_the_equation(kind):
+    q, k, v, beta = example(kind, B=1, T=30, H=1, K=6, V=4)
+    k = torch.cat([k[:, :20], torch.zeros_like(k[:, 20:])], 1)            # zero keys write nothing
+    g, S = -torch.rand_like(beta), torch.randn(1, 1, 6, 4, dtype=torch.float64)
+    o, last = delta_rule(q, k, v, beta, g, S, backend="loop")
+    flat = [x[0, :, 0].numpy() for x in (q, k, v, beta, g)]
+    want, want_last = dense(*flat, S[0, 0].numpy())
+    assert np.allclose(o[0, :, 0], want, atol=1e-13) and np.allclose(last[0, 0], want_last, atol=1e-13)
+
+
+def compare(kind, gate, T, C=32, K=12, V=7, with_state=True, dtype=torch.float32):
+    """Chunks in `dtype` against the float64 loop on the same rounded inputs: output, state, all gradients."""
+    q, k, v, beta = example(kind, B=1, T=T, H=2, K=K, V=V)
+    rng = torch.Generator().manual_seed(2)
+    S = torch.randn(1, 2, K, V, generator=rng, dtype=torch.float64) if with_state else None
+    inputs = [x if x is None else x.to(dtype) for x in (q, k, v, beta, GATES[gate](beta), S)]
+    truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
+    found = errors(with_gradients(inputs, "torch", chunk=C), truth)
+    names = [n for n, x in zip(NAMES, [1, 1, *inputs]) if x is not None]
+    return dict(zip(names, found))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_chunks_equal_the_loop_forward_and_backward(kind, gate):
+    for T, with_state in itertools.product((1, 2, 31, 32, 33, 100), (True, False)):
+        found = compare(kind, gate, T, with_state=with_state)
+        assert max(found.values()) < TOLERANCE[torch.float32], (T, found)
+
+
+@pytest.mark.parametrize("kind, gate", [("identical", "no gate"), ("transpositions", "g = 1"),
+                                        ("random", "no gate"), ("unnormalised", "g in (0.4, 1)")])
+def test_chunks_equal_the_loop_after_1000_steps(kind, gate):
+    found = compare(kind, gate, 1000)
+    assert max(found.values()) < TOLERANCE[torch.float32], found
+
+
+@slow
+@pytest.mark.parametrize("C", [1, 16, 20, 64])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_chunks_equal_the_loop_at_any_chunk_length(kind, gate, C):
+    for T, K, V in ((1000, 16, 16), (257, 32, 64), (100, 5, 3)):
+        found = compare(kind, gate, T, C, K, V)
+        assert max(found.values()) < TOLERANCE[torch.float32], (T, found)
+
+
+def test_in_float64_chunks_are_exact():
+    for kind, gate in itertools.product(EXAMPLES, GATES):
+        found = compare(kind, gate, 70, 16, dtype=torch.float64)
+        assert max(found.values()) < TOLERANCE[torch.float64], (kind, gate, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_keep_an_fp32_state(dtype):
+    q, k, v, beta = example("transpositions", T=200, dtype=dtype)
+    o, S = delta_rule(q, k, v, beta)
+    truth_o, truth_S = delta_rule(*(x.double() for x in (q, k, v, beta)), backend="loop")
+    assert o.dtype == dtype and S.dtype == torch.float32
+    assert errors([o], [truth_o])[0] < TOLERANCE[dtype]
+    assert errors([S], [truth_S])[0] < TOLERANCE[torch.float32]
+
+
+def test_gradients_are_those_of_finite_differences():
+    q, k, v, beta = (x.requires_grad_() for x in example("unnormalised", B=1, T=7, H=1, K=3, V=2))
+    g = (-torch.rand(1, 7, 1, dtype=torch.float64)).requires_grad_()
+    S = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    def chunks(*x): return delta_rule(*x, chunk=4, backend="torch")
+    assert torch.autograd.gradcheck(chunks, (q, k, v, beta, g, S))
+    assert torch.autograd.gradcheck(lambda *x: chunks(*x[:4], None, x[4]), (q, k, v, beta, S))
+
+
+def test_a_scan_may_be_split_anywhere():
+    q, k, v, beta = example("random", T=90)
+    g = -torch.rand_like(beta)
+    whole, last = delta_rule(q, k, v, beta, g, backend="torch")
+    for cut in (1, 31, 32, 33, 89):
+        first, S = delta_rule(*(x[:, :cut] for x in (q, k, v, beta, g)), backend="torch")
+        second, S = delta_rule(*(x[:, cut:] for x in (q, k, v, beta, g)), state=S, backend="torch")
+        assert torch.allclose(torch.cat([first, second], 1), whole, atol=1e-12)
+        assert torch.allclose(S, last, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_65536_reflections_keep_the_state(dtype):
+    """Eigenvalue -1, one key, over and over: parity. In bf16, the key is not even of unit length."""
+    q, k, v, beta = example("identical", B=1, T=65536, H=1, K=32, V=8, dtype=dtype)
+    with torch.no_grad():
+        _, truth = delta_rule(*(x.double() for x in (q, k, v, beta)), backend="loop")
+        _, S = delta_rule(q, k, v, beta, backend="torch")
+    assert errors([S], [truth])[0] < 1e-3
+
+
+def test_without_the_projector_form_bf16_keys_would_explode_or_die():
+    """Why b = beta / |k|^2: for a "unit" key in bf16, 1 - 2 |k|^2 is not quite -1, and 4096 steps show it."""
+    k = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
+    k = F.normalize(k, dim=-1).bfloat16().double()
+    growth = (1 - 2 * (k * k).sum(-1)).abs() ** 4096
+    assert growth.max() > 1e3 and growth.min() < 1e-3
+
+
+def test_shapes_that_do_not_fit_are_named():
+    q, k, v, beta = example("random", T=10)
+    for bad in ((q[:, :9], k, v, beta), (q, k, v[:1], beta), (q, k, v, beta[..., :1]),
+                (q, k, v, beta, beta[:, 1:])):
+        with pytest.raises(ValueError, match="beside k"):
+            delta_rule(*bad)
+    with pytest.raises(ValueError, match="backend"):
+        delta_rule(q, k, v, beta, backend="cuda")
+
+
+@pytest.mark.parametrize("signs", ["positive", "both", "near zero", "none"])
+def test_the_decay_scan_is_its_recurrence(signs):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 100, 3, n, generator=rng, dtype=torch.float64) for n in (5, 5, 4))
+    a = torch.rand(2, 100, 3, generator=rng, dtype=torch.float64)
+    a = {"positive": a, "both": 2 * a - 1, "near zero": 1e-20 * a, "none": None}[signs]
+    S = torch.randn(2, 3, 5, 4, generator=rng, dtype=torch.float64)
+    want, state = [], S
+    for t in range(100):
+        decay = 1 if a is None else a[:, t, :, None, None]
+        state = decay * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        want.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    o, last = decay_scan(q, k, v, a, S, chunk=16)
+    assert torch.allclose(o, torch.stack(want, 1), atol=1e-9) and torch.allclose(last, state, atol=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# models.py
+
+ALL = [*models.MIXERS, "deltanet+lstm", "deltanet+transformer"]
+
+
+def small(model, **changes):
+    return SimpleNamespace(**{"model": model, "d_model": 32, "d_mlp": 32, "n_layer": 2, "n_head": 2,
+                              "beta_max": 2.0, "n_householder": 3, **changes})
+
+
+def build(model, **changes):
+    torch.manual_seed(0)
+    return models.LM(small(model, **changes), 262, 5, 5)
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_whole_token_by_token_and_segment_by_segment_agree(model):
+    lm = build(model)
+    tokens = torch.randint(262, (3, 70), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, _ = lm(tokens)
+        for length in (1, 3, 33):
+            state, pieces = None, []
+            for piece in tokens.split(length, 1):
+                y, state = lm(piece, state)
+                pieces.append(y)
+            assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_nothing_sees_the_future_and_everything_sees_the_past(model):
+    lm = build(model)
+    tokens = torch.randint(262, (1, 40), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 20] = (tokens[0, 20] + 1) % 262
+    with torch.no_grad():
+        before, after = lm(tokens)[0], lm(changed)[0]
+    assert torch.equal(before[:, :20], after[:, :20]) or (before[:, :20] - after[:, :20]).abs().max() < 1e-5
+    assert ((before[:, 20:24] - after[:, 20:24]).abs().amax(-1) > 1e-4).all()  # rnn and ssm start forgetful
+
+
+def transitions(model, beta_max):
+    """The K x K matrices by which single tokens move the state, betas pushed to both ends of their range."""
+    torch.manual_seed(0)
+    mixer = models.MIXERS[model](small(model, beta_max=beta_max, n_head=1, n_householder=2))
+    if hasattr(mixer, "to_beta"):
+        torch.nn.init.normal_(mixer.to_beta.weight, std=5)
+    if hasattr(mixer, "to_gate"):
+        torch.nn.init.constant_(mixer.to_gate.bias, 10)
+    torch.nn.init.normal_(mixer.conv.weight)
+    x = torch.randn(300, 1, 32)                                           # 300 sequences of one token
+    with torch.no_grad():
+        q, k, v, _ = mixer.project(x)
+        _, S = mixer.scan(x, q, k, 0 * v, torch.eye(32).expand(300, 1, 32, 32))
+    return S[:, 0].double()
+
+
+@pytest.mark.parametrize("model", ["deltanet", "gated_deltanet", "deltaproduct", "ssm"])
+def test_beta_max_bounds_the_eigenvalues(model):
+    bounded = torch.linalg.eigvals(transitions(model, 1.0))
+    assert bounded.imag.abs().max() < 1e-3 and bounded.real.min() > -1e-3 and bounded.abs().max() < 1 + 1e-5
+    free = torch.linalg.eigvals(transitions(model, 2.0))
+    assert free.real.min() < -0.9 and free.abs().max() < 1 + 1e-5
+
+
+def test_linear_attention_has_eigenvalue_one():
+    S = transitions("linear_attention", 2.0)
+    assert torch.allclose(S, torch.eye(32, dtype=torch.float64).expand_as(S))
+
+
+def test_one_deltaproduct_step_is_deltanet():
+    one, net = build("deltaproduct", n_householder=1), build("deltanet")
+    net.load_state_dict(one.state_dict())
+    tokens = torch.randint(262, (2, 30))
+    assert torch.allclose(one(tokens)[0], net(tokens)[0], atol=1e-6)
+
+
+def test_a_plus_alternates_mixers():
+    kinds = [type(block.mixer).__name__ for block in build("deltanet+lstm", n_layer=4).blocks]
+    assert kinds == ["DeltaNet", "Recurrent", "DeltaNet", "Recurrent"]
+
+
+def test_the_default_model_has_the_parameters_the_readme_says():
+    cfg = train.Config()
+    task, _ = train.build_task(cfg)
+    size = sum(p.numel() for p in train.build_model(cfg, task, "cpu").parameters())
+    assert f"{size:,} parameters" in (HERE / "README.md").read_text()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# train.py: loss, score, schedule
+
+def test_the_loss_is_what_a_loop_over_tokens_says():
+    task, lm = Repl(3), build("gru")
+    lm.to_state = torch.nn.Linear(32, 9)
+    lm.n_slots = 3
+    torch.nn.init.normal_(lm.head.weight)
+    batch = task.batch(Stage(6, 2), 4, 0, "train", 0)
+    with torch.no_grad():
+        hidden, _ = lm(batch.tokens)
+        terms, accuracy = train.loss_terms(lm, task, batch, hidden)
+        following, reveals, states, right = [], [], [], []
+        for b, t in itertools.product(*map(range, batch.tokens.shape)):
+            if t:
+                p = lm.head(hidden[b, t - 1]).softmax(-1)
+                following.append(-p[batch.tokens[b, t]].log().item())
+                if batch.answer[b, t]:
+                    reveals.append(following[-1])
+                    right.append(p.argmax().item() == batch.tokens[b, t])
+            if batch.line_end[b, t]:
+                p = lm.to_state(hidden[b, t]).view(3, 3).softmax(-1)
+                states += [-p[i, x].log().item() for i, x in enumerate(batch.state[b, t].tolist()) if x >= 0]
+    for name, values in (("next", following), ("reveal", reveals), ("state", states)):
+        assert terms[name].item() == pytest.approx(np.mean(values), rel=1e-5)
+    assert accuracy.item() == pytest.approx(np.mean(right))
+
+
+class Oracle:
+    """A "model" that knows the next token (ahead=1) or repeats the present one (ahead=0)."""
+
+    def __init__(self, ahead):
+        self.ahead = ahead
+
+    def __call__(self, tokens, state):
+        return F.one_hot(tokens.roll(-self.ahead, 1), 262).float(), state
+
+    def head(self, hidden):
+        return hidden
+
+
+def test_the_score_asks_for_the_token_before_an_answer():
+    cfg, task = train.Config(eval_samples=20), Repl()
+    for ahead, accuracy in ((1, 1.0), (0, 0.0)):
+        row = train.evaluate(cfg, Oracle(ahead), task, Stage(8, 2), CPU)
+        assert row["reveal_acc"] == row["final_acc"] == accuracy and row["by_reveal"] == [accuracy] * 4
+
+
+@pytest.mark.parametrize("task", [Repl(), Group("S3")])
+def test_evaluating_in_segments_changes_nothing(task):
+    lm = models.LM(small("deltanet"), 262, task.n_slots, task.n_classes)
+    torch.nn.init.normal_(lm.head.weight)
+    torch.nn.init.normal_(lm.to_state.weight)
+    rows = [train.evaluate(train.Config(eval_samples=20, segment=segment), lm, task, Stage(24, 1), CPU)
+            for segment in (10000, 7)]
+    assert rows[0] == rows[1] and 0 < rows[0]["reveal_acc"] < 1
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    cfg = train.Config(learning_rate=1.0, warmup=160, cooldown=1600, batch_size=16, lr_final=0.1)
+    lr = [train.learning_rate(cfg, samples, 8000) for samples in range(0, 9600, 16)]
+    assert lr[0] == 0.1 and lr[9] == 1 and set(lr[9:501]) == {1.0}
+    assert all(a > b for a, b in zip(lr[500:], lr[501:])) and lr[-1] > 0.1
+    assert train.learning_rate(cfg, 8800, 8000) == pytest.approx(0.55)
+    assert train.learning_rate(cfg, 9600, 8000) == pytest.approx(0.1)
+    assert train.learning_rate(cfg, 99999, 8000) == pytest.approx(0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# train.py: runs
+
+TINY = ("--n-vars 2 --d-model 16 --d-mlp 16 --batch-size 8 --warmup 16 --cooldown 160 --eval-samples 8 "
+        "--eval-at 4x2 --device cpu --curriculum 4x1").split()
+
+
+def go(tmp_path, *args):
+    """main() of train.py with tiny settings; arguments given later win. -> exit code."""
+    return train.main([*TINY, "--out", str(tmp_path), *map(str, args)])
+
+
+def only(folder):
+    [path] = folder.iterdir()
+    return path
+
+
+def metrics(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def test_a_tiny_model_learns_three_variables(tmp_path):
+    """The whole chain, from a command to result.json: 99 % beyond the trained length; chance is 33 %."""
+    done = command(HERE / "train.py", "--n-vars", 3, "--d-model", 32, "--d-mlp", 32, "--max-samples", 12000,
+                   "--curriculum", "4x1 8x1 16x2", "--eval-at", "16x2 32x4", "--eval-samples", 128,
+                   "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((only(tmp_path) / "result.json").read_text())
+    assert [row["reveal_acc"] >= 0.99 for row in result["eval"]] == [True, True], result["eval"]
+    assert result["stage_reached"] == "16x2"
+    assert [p["stage"] for p in result["passed"]] == ["4x1", "8x1", "16x2"]
+    keys = "model task params samples seconds seed stage_reached passed eval config"
+    assert set(result) == set(keys.split())
+
+
+def interrupt_at(step, monkeypatch):
+    """Make a run press Ctrl-C on itself while it prepares this step."""
+    batch = Repl.batch
+
+    def pressing(self, stage, size, seed, split, t):
+        if split == "train" and t == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return batch(self, stage, size, seed, split, t)
+    monkeypatch.setattr(Repl, "batch", pressing)
+
+
+@pytest.mark.parametrize("moving_on", [("--advance", 1), ("--stage-samples", 400, "--curriculum", "4x1 8x2")])
+def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, capsys, moving_on):
+    flags = [*moving_on, "--max-samples", 800]
+    assert go(tmp_path / "whole", *flags) == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(49, patch)
+        assert go(tmp_path / "halves", *flags) == 130
+    assert "after step 50, 400 traces" in capsys.readouterr().out
+    assert len(metrics(only(tmp_path / "halves"))) == 50
+    assert go(tmp_path / "halves", *flags, "--resume") == 0
+    whole, halves = (only(tmp_path / x) for x in ("whole", "halves"))
+    assert metrics(whole) == metrics(halves) and len(metrics(whole)) == 100
+    a, b = train.load_checkpoint(whole), train.load_checkpoint(halves)
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    for i, moments in a["optimizer"]["state"].items():
+        assert all(torch.equal(x, b["optimizer"]["state"][i][key]) for key, x in moments.items())
+    ours, theirs = (json.loads((x / "result.json").read_text())["eval"] for x in (whole, halves))
+    assert ours == theirs
+
+
+def test_rows_later_than_the_checkpoint_are_dropped_on_resume(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(20, patch)
+        go(tmp_path, "--max-samples", 400)
+    folder = only(tmp_path)
+    with open(folder / "metrics.csv", "a") as file:                       # as kill -9 may leave it
+        file.write("21,168,1,0,4,1,0.1,1,1,1,1,1,1,\n2")
+    assert go(tmp_path, "--max-samples", 400, "--resume") == 0
+    assert [int(row["step"]) for row in metrics(folder)] == list(range(1, 51))
+
+
+def watch(*args):
+    """Start a run and wait for its first report. -> the process."""
+    run = subprocess.Popen([sys.executable, "-u", *map(str, args)], text=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE)
+    while not run.stdout.readline().startswith("step"):
+        assert run.poll() is None
+    return run
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    args = [*TINY, "--max-samples", "1000000", "--advance", "1", "--out", str(tmp_path)]
+    run = watch(HERE / "train.py", *args)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and "Traceback" not in err
+    [hint] = [line for line in out.splitlines() if line.startswith("next")]
+    words = shlex.split(hint.removeprefix("next"))
+    assert words[:2] == ["python", "train.py"] and words[-1] == "--resume" and words[2:-1] == args
+    assert train.load_checkpoint(only(tmp_path))["progress"]["step"] >= 100
+
+
+def test_a_process_killed_inside_a_save_leaves_the_last_checkpoint(tmp_path):
+    go(tmp_path, "--max-samples", 200)
+    folder = only(tmp_path)
+    before = (folder / "ckpt.pt").read_bytes()
+    dies = """if True:
+        import io, os, pathlib, signal, sys, torch, train
+        whole = torch.save
+        def half(x, file):
+            buffer = io.BytesIO()
+            whole(x, buffer)
+            file.write(buffer.getvalue()[:len(buffer.getvalue()) // 2])
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.save = half
+        cfg, task, stages, model = train.load_model(sys.argv[1])
+        optimizer = torch.optim.AdamW(model.parameters())
+        train.save_checkpoint(pathlib.Path(sys.argv[1]) / "ckpt.pt", cfg, task, model, optimizer, {})
+    """
+    died = command("-c", dies, folder, cwd=HERE)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert (folder / "ckpt.pt.tmp").stat().st_size > 0 and (folder / "ckpt.pt").read_bytes() == before
+    train.load_checkpoint(folder)
+
+
+@slow
+def test_a_process_killed_at_any_moment_leaves_a_checkpoint_to_resume(tmp_path):
+    args = [*TINY, "--max-samples", 100000, "--advance", 1, "--save-every", 1, "--out", tmp_path]
+    steps = []
+    for wait in (0.0, 0.05, 0.11, 0.23, 0.4):
+        run = watch(HERE / "train.py", *args, *["--resume"] * bool(steps))
+        time.sleep(wait)
+        run.kill()
+        run.wait()
+        steps.append(train.load_checkpoint(only(tmp_path))["progress"]["step"])
+    assert steps == sorted(set(steps)) and steps[0] >= 100
+
+
+def test_a_loss_that_is_not_finite_ends_with_1_and_keeps_what_was_good(tmp_path, monkeypatch, capsys):
+    honest, calls = train.loss_terms, itertools.count()
+
+    def poisoned(*args):
+        terms, accuracy = honest(*args)
+        return {name: x * (math.nan if next(calls) > 90 else 1) for name, x in terms.items()}, accuracy
+    monkeypatch.setattr(train, "loss_terms", poisoned)
+    assert go(tmp_path, "--max-samples", 800, "--save-every", 10) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0 and "--learning-rate" in error
+    saved = train.load_checkpoint(only(tmp_path))
+    assert saved["progress"]["step"] == 30 and all(x.isfinite().all() for x in saved["model"].values())
+    assert not (only(tmp_path) / "result.json").exists()
+
+
+def test_a_run_is_never_overwritten_unasked(tmp_path, monkeypatch, capsys):
+    assert go(tmp_path, "--max-samples", 200) == 0
+    result = only(tmp_path) / "result.json"
+    before = result.stat().st_mtime_ns
+    assert go(tmp_path, "--max-samples", 200) == 0                        # finished: shown, not run again
+    assert "is finished" in capsys.readouterr().out and result.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="--seed 0, not 1"):               # another run under the same name
+        go(tmp_path, "--max-samples", 200, "--name", only(tmp_path).name, "--seed", 1)
+    assert go(tmp_path, "--max-samples", 200, "--overwrite") == 0 and result.stat().st_mtime_ns > before
+    with monkeypatch.context() as patch:
+        interrupt_at(5, patch)
+        go(tmp_path, "--max-samples", 200, "--seed", 3)
+    with pytest.raises(UserError, match="--resume"):
+        go(tmp_path, "--max-samples", 200, "--seed", 3)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="--name"):
+        go(tmp_path, "--name", "mine")
+
+
+def test_a_comma_list_is_a_grid_that_skips_what_is_finished(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:                                  # stop it within its third run
+        batch, runs = Repl.batch, []
+
+        def pressing(self, stage, size, seed, split, t):
+            runs.append((seed, t)) if split == "train" else None
+            if len({seed for seed, _ in runs}) == 2 and t == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return batch(self, stage, size, seed, split, t)
+        patch.setattr(Repl, "batch", pressing)
+        assert go(tmp_path, "--max-samples", 200, "--seed", "0,1", "--model", "deltanet,gru") == 130
+    [first] = [path for path in tmp_path.glob("deltanet*") if "seed" not in path.name]
+    before = (first / "result.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert go(tmp_path, "--max-samples", 200, "--seed", "0,1", "--model", "deltanet,gru") == 0
+    out = capsys.readouterr().out
+    assert (first / "result.json").stat().st_mtime_ns == before and "resumed after step 4" in out
+    assert len(list(tmp_path.iterdir())) == 4
+    rows = out.split("--- reveal accuracy")[1].splitlines()[1:]
+    assert rows[0].split()[:2] == ["model", "seed"] or rows[0].split()[:2] == ["seed", "model"]
+    assert len(rows) == 5
+
+
+def test_until_stops_at_an_accuracy_on_held_out_traces(tmp_path):
+    assert go(tmp_path, "--max-samples", 20000, "--advance", 1, "--until", 0.3, "--eval-every", 10) == 0
+    result = json.loads((only(tmp_path) / "result.json").read_text())
+    assert result["samples"] < 2000 and float(metrics(only(tmp_path))[-1]["held_out_acc"]) >= 0.3
+
+
+@pytest.mark.parametrize("model", ["deltaproduct", "transformer", "deltanet+lstm"])
+def test_groups_train_and_evaluate_from_a_checkpoint(tmp_path, capsys, model):
+    flags = ["--task", "group", "--group", "Z2", "--model", model, "--n-layer", 2, "--curriculum", "4x1 8x1",
+             "--eval-at", "8x1 300x1", "--max-samples", 400, "--segment", 64]
+    assert go(tmp_path, *flags) == 0
+    trained = json.loads((only(tmp_path) / "result.json").read_text())["eval"]
+    capsys.readouterr()
+    assert train.main(["--eval", str(only(tmp_path)), "--eval-at", "300x1", "--device", "cpu"]) == 0
+    assert f"{trained[1]['reveal_acc']:.2%} right" in capsys.readouterr().out
+
+
+@slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_default_run_reads_99_percent_at_twice_the_trained_length_and_spacing(tmp_path, seed):
+    assert train.main(["--seed", str(seed), "--out", str(tmp_path), "--eval-samples", "128"]) == 0
+    result = json.loads((only(tmp_path) / "result.json").read_text())
+    [row] = [row for row in result["eval"] if (row["commands"], row["spacing"]) == (128, 16)]
+    assert row["reveal_acc"] >= 0.99, row
+
+
+@slow
+def test_deltanet_tracks_parity_and_eigenvalues_in_01_do_not(tmp_path):
+    """Grazzi et al. 2411.12537: no parity without negative eigenvalues. Words of up to 64, read at 256."""
+    accuracy = {}
+    for beta_max in (2, 1):
+        flags = ["--task", "group", "--group", "Z2", "--beta-max", beta_max, "--stage-samples", 4000,
+                 "--eval-at", "256x1", "--out", tmp_path]
+        assert train.main(list(map(str, flags))) == 0
+        [path] = [p for p in tmp_path.glob("*/result.json") if ("beta_max" in str(p)) == (beta_max == 1)]
+        accuracy[beta_max] = json.loads(path.read_text())["eval"][0]["final_acc"]
+    assert accuracy[2] > 0.99 and accuracy[1] < 0.8, accuracy
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Bad input: one line that says what to do, before anything is built
+
+BAD = {
+    "--model deltnet": "did you mean deltanet",
+    "--model deltanet+lstn --n-layer 2": "did you mean lstm",
+    "--model deltanet+lstm": "--n-layer 2",
+    "--task rpl": "did you mean repl",
+    "--modle deltanet": "did you mean --model",
+    "--n-var 3": "did you mean --n-vars",
+    "--n-vars 30": "2 to 9",
+    "--moves swpa": "did you mean swap",
+    "--task group --group S6": "Choose one of",
+    "--curriculum 8x16": "spacing of 1 to that",
+    "--curriculum 8": "COMMANDSxSPACING",
+    "--eval-at 8x": "COMMANDSxSPACING",
+    "--learning-rate fast": "give float",
+    "--learning-rate nan": "above 0",
+    "--batch-size 0": "above 0",
+    "--seed -1": "0 or more",
+    "--beta-max 2.5": "explode",
+    "--d-model 30 --n-head 4": "--n-head",
+    "--advance 98": "at most 1",
+    "--device tpu": "Choose one of",
+    "--dtype fp8": "Choose one of",
+    "--stage-samples 50000": "200000: raise --max-samples",
+    "--max-samples 100": "lower them",
+    "--task group --state-weight 0": "--state-weight above 0",
+    "--resume --overwrite": "one of them",
+    "--seed 0,0": "repeat no value",
+    "--seed 0,1 --name x": "leave --name out",
+    "--eval nowhere.pt": "no such checkpoint",
+    "--eval nowhere.pt --model gru": "give only",
+    "--eval nowhere.pt --seed 0,1": "one value each",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_answered_in_one_line(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "build_model", None)                       # nothing may be built
+    with pytest.raises(UserError) as caught:
+        train.main(line.split())
+    assert BAD[line] in str(caught.value) and "\n" not in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ["train.py --modle deltanet", "data.py rpl", "data.py repl --n-vars 12",
+                                  "plot.py curv out", "plot.py curve nowhere"])
+def test_the_shell_sees_one_line_and_exit_code_2(line, tmp_path):
+    name, *args = line.split()
+    done = command(HERE / name, *args, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"{name}: ") and done.stderr.count("\n") == 1
+
+
+def test_broken_and_foreign_checkpoints_are_refused(tmp_path):
+    go(tmp_path / "runs", "--max-samples", 200)
+    good = (only(tmp_path / "runs") / "ckpt.pt").read_bytes()
+    torch.save({"model": torch.zeros(3)}, tmp_path / "foreign.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name, content in (("cut.pt", good[:len(good) // 2]), ("empty.pt", b""), ("text.pt", b"hello\n")):
+        (tmp_path / name).write_bytes(content)
+    for path in tmp_path.glob("*.pt"):
+        with pytest.raises(UserError, match="cut short"):
+            train.main(["--eval", str(path)])
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nowhere"):
+        with pytest.raises(UserError, match="choose another folder"):
+            train.main([*TINY, "--out", str(out)])
+
+
+def test_every_setting_has_its_reason():
+    assert list(train.HELP) == [f.name for f in dataclasses.fields(train.Config)]
+    assert all(len(reason) > 3 for reason in train.HELP.values())
+    shown = command(HERE / "train.py", "--help").stdout
+    assert all("--" + name.replace("_", "-") in shown for name in train.HELP)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# plot.py and README.md
+
+def test_a_figure_shows_median_and_range_over_seeds():
+    x = np.arange(3)
+    seeds = [(x, np.array(y)) for y in ([0, 1, 2], [0, 3, 2], [3, 4, 5])] + [(x[:2], np.array([1, 1]))]
+    figure = plot.lines({"model": seeds}, "x", "y", "title", 0.5)
+    [axes] = figure.axes
+    assert axes.lines[0].get_ydata().tolist() == [0.5, 2, 2]              # of 0 0 3 1, of 1 3 4 1, of 2 2 5 1
+    band = axes.collections[0].get_paths()[0].vertices
+    assert {(x, y) for x, y in band} >= {(0, 0), (0, 3), (1, 1), (1, 4), (2, 1), (2, 5)}
+
+
+def small_config():
+    """Config with defaults so small that a README command runs in a second."""
+    changes = dict(curriculum="4x2", warmup=8, cooldown=8, batch_size=4, max_samples=16, d_model=16)
+    kinds = [(f.name, f.type, changes.get(f.name, f.default)) for f in dataclasses.fields(train.Config)]
+    return dataclasses.make_dataclass("Config", kinds)
+
+
+def readme_commands():
+    """The lines of README.md's console blocks that start a file of this project, one shell word list each."""
+    blocks = re.findall(r"```(?:bash|console)\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+    calls = [call.strip() for block in blocks for line in block.splitlines() for call in line.split("&&")]
+    words = [shlex.split(call, comments=True)[1:] for call in calls if call.startswith("python ")]
+    return [call for call in words if call[0] != "-m"]
+
+
+def test_every_readme_command_runs(tmp_path, monkeypatch):
+    """In the README's order, in one folder, each with all sizes shrunk."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "Config", small_config())
+    monkeypatch.setattr(train, "total_samples", lambda cfg, stages: 16)
+    honest = train.evaluate
+    few = lambda cfg, *rest: honest(dataclasses.replace(cfg, eval_samples=2), *rest)
+    monkeypatch.setattr(train, "evaluate", few)
+    monkeypatch.setattr(kernels, "median_ms", lambda f, runs: f() and 1.0)
+    commands, files = readme_commands(), {f"{m.__name__}.py": m for m in (data, kernels, models, train, plot)}
+    assert {words[0] for words in commands} == set(files)
+    for name, *args in commands:
+        args = [word for arg in args for word in (sorted(glob.glob(arg)) if "*" in arg else [arg])]
+        assert not (files[name].main(args) if name not in ("kernels.py", "models.py") else files[name].main())
+
+
+def test_the_first_command_is_within_120_words():
+    text = (HERE / "README.md").read_text()
+    assert len(text[:text.index("python train.py")].split()) <= 120
