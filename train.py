@@ -454,9 +454,11 @@ def train(cfg, task, stages, folder, device, saved=None):
             if last and 0 < cfg.until <= row.get("held_out_acc", 0):
                 break
 
-            in_stage = p["samples"] - p["stage_from"]
-            enough = in_stage >= cfg.stage_samples if cfg.stage_samples else len(p["recent"]) == 10
-            if enough and len(p["passed"]) <= p["stage"] and (cfg.stage_samples or recent >= cfg.advance):
+            if cfg.stage_samples:
+                enough = p["samples"] - p["stage_from"] >= cfg.stage_samples
+            else:
+                enough = len(p["recent"]) == 10 and recent >= cfg.advance
+            if enough and len(p["passed"]) == p["stage"]:
                 tqdm.write(f"stage {stage} passed after {p['samples']:,} traces, {p['seconds']:.0f} s: "
                            f"{recent:.1%} of its latest reveals right")
                 p["passed"].append({"stage": str(stage), "samples": p["samples"], "seconds": p["seconds"]})
@@ -496,7 +498,7 @@ def introduce(cfg, task, stages, device, why, saved):
     return count(model)
 
 
-def run(cfg, saved, argv):
+def run(cfg, saved):
     """One run of a grid. -> its result (None unless it is done), and why it ended."""
     folder, (device, why_device), (task, stages) = run_folder(cfg), pick_device(cfg.device), build_task(cfg)
     params = introduce(cfg, task, stages, device, why_device, saved)
@@ -504,8 +506,7 @@ def run(cfg, saved, argv):
     (folder / "result.json").unlink(missing_ok=True)
     model, p, why = train(cfg, task, stages, folder, device, saved)
     if why == "interrupted":
-        print(f"stopped after step {p['step']}, {p['samples']:,} traces, and saved {folder / 'ckpt.pt'}\n"
-              f"next    python train.py {shlex.join(argv)}" + " --resume" * ("--resume" not in argv))
+        print(f"stopped after step {p['step']}, {p['samples']:,} traces")
         return None, why
     if why == "nan":
         print(f"train.py: loss or gradient not finite at step {p['step']}, the last good checkpoint is kept: "
@@ -571,8 +572,13 @@ def main(argv):
             print(f"{folder} is finished; --overwrite would train it again")
             results.append(json.loads((folder / "result.json").read_text()))
             continue
-        result, why = run(cfg, None if plan == "new" else plan, argv)
+        try:
+            result, why = run(cfg, None if plan == "new" else plan)
+        except KeyboardInterrupt:                                        # in the last evaluation
+            why = "interrupted"
         if why == "interrupted":
+            print(f"saved   {folder / 'ckpt.pt'}\n"
+                  f"next    python train.py {shlex.join(argv)}" + " --resume" * ("--resume" not in argv))
             return 130
         diverged = diverged or why == "nan"
         results += [result] if result else []
