@@ -63,13 +63,14 @@ def load(folders):
 
 def curve(groups, at, window=10):
     """Reveal accuracy of training batches, mean of `window`, over traces seen."""
-    curves, kernel = {}, np.ones(window) / window
+    curves = {}
     for label, runs in groups.items():
         for _, folder in runs:
             with open(folder / "metrics.csv", newline="") as file:
                 rows = list(csv.DictReader(file))
             x, y = (np.array([float(row[k]) for row in rows]) for k in ("samples", "reveal_acc"))
-            curves.setdefault(label, []).append((x[window - 1:], np.convolve(y, kernel, "valid")))
+            n = min(window, len(rows))
+            curves.setdefault(label, []).append((x[n - 1:], np.convolve(y, np.ones(n) / n, "valid")))
     return lines(curves, "traces seen", f"reveal accuracy, mean of {window} batches", "Learning to execute",
                  chance_of(groups))
 

@@ -257,7 +257,7 @@ def evaluate(cfg, model, task, stage, device):
 def show_eval(row, task, stages):
     L, S = row["commands"], row["spacing"]
     trained = "trained here" if (L, S) in [(s.commands, s.spacing) for s in stages] else "never seen"
-    return (f"eval    {L} commands, a reveal after every {S}: {row['reveal_acc']:.2%} right, the last "
+    return (f"eval    {L} commands, spacing {S}: {row['reveal_acc']:.2%} right, the last "
             f"{row['final_acc']:.2%} (chance {task.chance:.1%}; {trained})")
 
 
