@@ -719,6 +719,13 @@ def test_a_comma_list_is_a_grid_that_skips_what_is_finished(tmp_path, monkeypatc
     assert len(rows) == 5
 
 
+def test_bf16_learns_too(tmp_path):
+    """All but the scan's state in bf16: two variables, where chance is 50 %."""
+    assert go(tmp_path, "--dtype", "bf16", "--max-samples", 4000, "--eval-at", "8x1") == 0
+    result = json.loads((only(tmp_path) / "result.json").read_text())
+    assert result["passed"] and result["eval"][0]["reveal_acc"] > 0.9
+
+
 def test_until_stops_at_an_accuracy_on_held_out_traces(tmp_path):
     assert go(tmp_path, "--max-samples", 20000, "--advance", 1, "--until", 0.3, "--eval-every", 10) == 0
     result = json.loads((only(tmp_path) / "result.json").read_text())

@@ -65,7 +65,7 @@ class Config:
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in (-1, 1), 1 gives (0, 1)
     n_householder: int = 2         # deltaproduct: reflections a token
     # the loss
-    reveal_weight: float = 1.0     # on revealed values, one token in 80 at 64x8; 0 is plain next-token loss
+    reveal_weight: float = 1.0     # on revealed values, one token in 85 at 64x8; 0 is plain next-token loss
     state_weight: float = 1.0      # on the state head; 0 is no state supervision
     # the optimiser, AdamW
     batch_size: int = 16           # traces a step; small, as the first stage takes many steps, not much data
@@ -585,9 +585,10 @@ def main(argv):
     if results:
         print("--- reveal accuracy at commands x spacing\n" + table(results))
     if results and not grid:
+        _, [*_, last] = build_task(cfg)
         print(f"files   {folder}: ckpt.pt, metrics.csv, result.json\n"
-              f"next    python plot.py positions {folder}\n"
-              f"        python train.py --eval {folder} --eval-at 1024x16")
+              f"next    python plot.py curve {folder}\n"
+              f"        python train.py --eval {folder} --eval-at {16 * last.commands}x{last.spacing}")
     return 1 if diverged else 0
 
 
