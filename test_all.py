@@ -691,9 +691,11 @@ def test_a_run_is_never_overwritten_unasked(tmp_path, monkeypatch, capsys):
         go(tmp_path, "--max-samples", 200, "--seed", 3)
     with pytest.raises(UserError, match="--resume"):
         go(tmp_path, "--max-samples", 200, "--seed", 3)
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="--name"):
-        go(tmp_path, "--name", "mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for name, flags in itertools.product(("folder", "file"), ([], ["--overwrite"])):
+        with pytest.raises(UserError, match="holds no run of ours"):
+            go(tmp_path, "--name", name, *flags)
 
 
 def test_a_comma_list_is_a_grid_that_skips_what_is_finished(tmp_path, monkeypatch, capsys):

@@ -7,8 +7,7 @@ Train a model on a task, watch it learn, and test it far beyond what it saw. Not
     python train.py --help                                         every setting, with its reason
 
 Loss: the mean over all next tokens, plus reveal_weight times the mean over revealed values, plus state_weight
-times the mean over the state head's softmaxes at line ends (P2 section 4, "linear"). P1 has the first term
-only.
+times the mean over the state head's softmaxes at line ends (P2 section 4, "linear"). P1 has only the first.
 
 Curriculum: stages LxS, L commands with a reveal after every S-th (P1 section 4). A stage is passed when
 reveals of fresh training traces are right often enough (--advance), or after a fixed number of traces
@@ -208,8 +207,7 @@ def run_folder(cfg):
 # Loss and score
 
 def questions(task, batch):
-    """-> asked (B, T) bool, the R positions of each trace that are read for an answer, and the answers (B,
-    R)."""
+    """-> asked (B, T) bool, the R positions of each trace where an answer is read; the answers (B, R)."""
     if not task.next_token:                                              # the label of a token is the state
         return batch.line_end, batch.state[:, :, 0]
     return batch.answer.roll(-1, 1), batch.tokens[batch.answer].view(len(batch.tokens), -1)
@@ -318,10 +316,12 @@ def look_at(cfg, resume, overwrite):
         tempfile.TemporaryFile(dir=cfg.out).close()
     except OSError as error:
         raise UserError(f"--out {cfg.out}: cannot write there ({error.strerror}); choose another folder")
-    if overwrite or not folder.exists():
+    if not folder.exists():
         return "new"
     if not (folder / "ckpt.pt").exists():
         raise UserError(f"{folder} exists but holds no run of ours: choose another --name")
+    if overwrite:
+        return "new"
     saved = load_checkpoint(folder)
     there, here = saved["config"], asdict(cfg)
     for name in here:
@@ -340,8 +340,7 @@ held_out_acc""".split()
 
 
 def open_metrics(path, step):
-    """-> metrics.csv, open, and its csv writer; rows beyond `step`, later than the checkpoint, are
-    dropped."""
+    """-> metrics.csv, open, and its csv writer. Rows later than `step`, the checkpoint's, are dropped."""
     kept = []
     if step:
         with open(path, newline="") as file:
@@ -500,7 +499,8 @@ def introduce(cfg, task, stages, device, why, saved):
 
 def run(cfg, saved):
     """One run of a grid. -> its result (None unless it is done), and why it ended."""
-    folder, (device, why_device), (task, stages) = run_folder(cfg), pick_device(cfg.device), build_task(cfg)
+    folder, (device, why_device) = run_folder(cfg), pick_device(cfg.device)
+    task, stages = build_task(cfg, Tokenizer(saved["lexemes"]) if saved else None)
     params = introduce(cfg, task, stages, device, why_device, saved)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
