@@ -254,6 +254,29 @@ class Repl:
         answer[:, at_tell + tell.shape[-1] - 2] = True                    # "a 3\n": just before the newline
         return Batch(*map(torch.from_numpy, (tokens, answer, line_end, state)))
 
+    def execute(self, line, held):
+        """Execute a typed line. held: {name: digit}, every variable's value.
+
+        -> the line as traces have it, the values after it, and the name that it prints or None.
+        Raises UserError for whatever traces of this task do not contain."""
+        names = list(held)
+        text = "".join(line.removeprefix(">>>").split())
+        shown = re.fullmatch(r"""print\((['"])(\w)\1,\2\)""", text)
+        if shown and shown[2] in held:
+            return f">>> print('{shown[2]}', {shown[2]})\n", held, shown[2]
+        left, _, right = (side.split(",") for side in text.partition("="))
+        takes = dict(sorted(zip(left, right)))
+        swaps = len(takes) == 2 and [*takes] == [*takes.values()][::-1]
+        if len(left) == len(right) == len(takes) and set(takes) == set(takes.values()) <= set(names) \
+                and (swaps if self.moves == "swap" else [*takes] == names):
+            line = f">>> {', '.join(takes)} = {', '.join(takes.values())}\n"
+            return line, {**held, **{name: held[source] for name, source in takes.items()}}, None
+        first, *_, last = names
+        example = f"{first}, {last} = {last}, {first}"
+        if self.moves == "perm":
+            example = f"{', '.join(names)} = {', '.join([*names[1:], first])}"
+        raise UserError(f"this model knows lines like {example} and print('{last}', {last})")
+
 
 # ----------------------------------------------------------------------------------------------------------
 # group: one element a token, one label a token

@@ -8,6 +8,7 @@ a float64 loop, brute force, a real Python interpreter, finite differences, a ki
 import csv
 import dataclasses
 import glob
+import io
 import itertools
 import json
 import math
@@ -768,6 +769,64 @@ def test_deltanet_tracks_parity_and_eigenvalues_in_01_do_not(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# train.py --play
+
+@pytest.mark.parametrize("moves, n_vars", [("swap", 4), ("perm", 3)])
+def test_typed_lines_do_what_python_does(moves, n_vars):
+    task, rng = Repl(n_vars, moves), np.random.default_rng(0)
+    names = [chr(ord("a") + i) for i in range(n_vars)]
+    held, scope = ({name: str(i + 1) for i, name in enumerate(names)} for _ in range(2))
+    for _ in range(300):
+        left = rng.permutation(names)[:2 if moves == "swap" else n_vars].tolist()
+        right = left[::-1] if moves == "swap" else rng.permutation(left).tolist()
+        typed = rng.choice([",", ", ", " , "]).join(left) + rng.choice(["=", " = "]) + ", ".join(right)
+        line, held, shown = task.execute(typed, held)
+        exec(typed, scope)
+        exec(line[4:], again := dict(zip(names, names)))
+        assert shown is None and held == {name: scope[name] for name in names}
+        assert line[4] == min(left) and sorted(again[name] for name in names) == names
+
+
+def test_lines_that_are_no_part_of_the_task_are_refused():
+    held = {"a": "1", "b": "2", "c": "3"}
+    for line in ("x", "a = 1", "a, b = b", "a, a = a, a", "a, b = a, b", "a, b = b, c", "a, z = z, a", "print(a)",
+                 "print('a', b)", "print('z', z)", "a, b, c = b, c, a", "import os", "a, b = b, a = a", "=", ">>>",
+                 "\udc80"):
+        with pytest.raises(UserError, match="knows lines like"):
+            Repl(3).execute(line, held)
+    assert Repl(3).execute('>>> print( "b",b )', held) == (">>> print('b', b)\n", held, "b")
+    with pytest.raises(UserError, match="a, b, c = b, c, a"):
+        Repl(3, "perm").execute("a, b = b, a", held)
+
+
+def test_a_played_session_shows_the_truth_and_the_models_own_probabilities(tmp_path, monkeypatch, capsys):
+    go(tmp_path, "--max-samples", 200)
+    typed = ["a, b = b, a", "oops", "", "print('a', a)", "b, a = a, b", "print('b', b)", "print('a', a)"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
+    capsys.readouterr()
+    assert train.main(["--play", str(only(tmp_path)), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    start = dict(line[4:].split(" = ") for line in out[:2])
+    assert out[2].startswith("this model knows")
+    assert [line.split()[1:3] for line in out if line.startswith("python:")] == [
+        ["a", start["b"]], ["b", start["b"]], ["a", start["a"]]]
+    text = "".join([*(f"{line}\n" for line in out[:2]), ">>> a, b = b, a\n", ">>> print('a', a)\n", "a "])
+    _, task, _, model = train.load_model(only(tmp_path), device="cpu")
+    with torch.no_grad():
+        hidden, _ = model(torch.tensor([task.tokenizer.encode(text)]))
+    assert f"({model.head(hidden[0, -1]).softmax(-1).max():.1%})" in out[3]
+
+
+def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch):
+    go(tmp_path / "repl", "--max-samples", 200)
+    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert train.main(["--play", str(only(tmp_path / "repl"))]) == 0
+    go(tmp_path / "group", "--max-samples", 200, "--task", "group", "--eval-at", "4x1")
+    with pytest.raises(UserError, match="one trained on repl"):
+        train.main(["--play", str(only(tmp_path / "group"))])
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Bad input: one line that says what to do, before anything is built
 
 BAD = {
@@ -801,6 +860,8 @@ BAD = {
     "--eval nowhere.pt": "no such checkpoint",
     "--eval nowhere.pt --model gru": "give only",
     "--eval nowhere.pt --seed 0,1": "one value each",
+    "--play nowhere.pt": "no such checkpoint",
+    "--play nowhere.pt --resume": "give only",
 }
 
 
@@ -882,6 +943,7 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "Config", small_config())
     monkeypatch.setattr(Repl, "beyond", lambda self, last: [Stage(128, 16)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("print('a', a)\n"))
     monkeypatch.setattr(train, "total_samples", lambda cfg, stages: 16)
     honest = train.evaluate
     few = lambda cfg, *rest: honest(dataclasses.replace(cfg, eval_samples=2), *rest)

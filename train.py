@@ -4,6 +4,7 @@ Train a model on a task, watch it learn, and test it far beyond what it saw. Not
     python train.py --model deltanet --task repl                   half a minute on two laptop cores
     python train.py --model deltanet,transformer --seed 0,1,2      a grid: six runs, finished ones are skipped
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, somewhere else
+    python train.py --play out/deltanet-repl                       a trained model, and you type
     python train.py --help                                         every setting, with its reason
 
 Loss: the mean over all next tokens, plus reveal_weight times the mean over revealed values, plus state_weight
@@ -96,7 +97,7 @@ class Config:
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
 POSITIVE = """d_model d_mlp n_layer n_head beta_max n_householder batch_size learning_rate grad_clip advance
 max_samples eval_samples eval_every segment save_every""".split()
-WITH_EVAL = "eval_at eval_samples segment seed device dtype".split()  # what --eval may override
+WITH_EVAL = "eval_at eval_samples segment seed device dtype".split()  # what --eval and --play may override
 BESIDE_THE_POINT = "device save_every out name".split()               # what does not change a run's outcome
 
 
@@ -116,6 +117,7 @@ def parse(argv):
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run, as a grid does")
     parser.add_argument("--overwrite", action="store_true", help="start over where a run's folder exists")
     parser.add_argument("--eval", metavar="CKPT", help="evaluate a checkpoint or run folder, train nothing")
+    parser.add_argument("--play", metavar="CKPT", help="type Python, and see what a repl model expects")
     args = parser.parse_args(argv)
     if args.resume and args.overwrite:
         raise UserError("--resume goes on, --overwrite starts over: give one of them")
@@ -128,8 +130,9 @@ def parse(argv):
         except ValueError:
             raise UserError(f"{flag(f.name)} {text}: give {f.type.__name__}s, separated by commas")
     given, grid = {name: values[0] for name, values in axes.items()}, any(len(v) > 1 for v in axes.values())
-    if args.eval and (set(given) - set(WITH_EVAL) or grid or args.resume or args.overwrite):
-        raise UserError("--eval has its settings from the checkpoint: give only " +
+    alone = [name for name in ("eval", "play", "resume", "overwrite") if getattr(args, name)]
+    if (args.eval or args.play) and (set(given) - set(WITH_EVAL) or grid or len(alone) > 1):
+        raise UserError(f"--{alone[0]} has its settings from the checkpoint: give only " +
                         ", ".join(map(flag, WITH_EVAL)) + " beside it, one value each")
     return [Config(**dict(zip(axes, cell))) for cell in itertools.product(*axes.values())], given, args
 
@@ -546,8 +549,56 @@ def table(results):
     return "\n".join("  ".join(word.rjust(width) for word, width in zip(line, widths)) for line in lines)
 
 
+@torch.no_grad()
+def play(path, **changes):
+    """Read lines until there are no more, execute them, and say what the model expects each print to show."""
+    cfg, task, _, model = load_model(path, **changes)
+    if cfg.task != "repl":
+        raise UserError(f"--play {path}: that model was trained on {cfg.task}; give one trained on repl")
+    device, _ = pick_device(cfg.device)
+    state = None
+
+    def feed(text):
+        """-> the model's distribution over the token after `text`."""
+        nonlocal state
+        with autocast(cfg, device):
+            hidden, state = model(torch.tensor([task.tokenizer.encode(text)], device=device), state)
+            return model.head(hidden[0, -1]).float().softmax(-1)
+
+    digits = torch.randperm(task.n_vars, generator=torch.Generator().manual_seed(cfg.seed)) + 1
+    held = {chr(ord("a") + i): str(digit) for i, digit in enumerate(digits.tolist())}
+    for name, digit in held.items():
+        print(f">>> {name} = {digit}")
+        feed(f">>> {name} = {digit}\n")
+    prompt = ">>> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt)
+        except (EOFError, KeyboardInterrupt):
+            print(end="\n" if prompt else "")
+            return
+        if not line.strip():
+            continue
+        try:
+            line, held, name = task.execute(line, held)
+        except UserError as error:
+            print(error)
+            continue
+        probability = feed(line)
+        if name:
+            probability = feed(f"{name} ")
+            guess = probability.argmax().item()
+            said = task.tokenizer.decode([guess])
+            print(f"model:  {name} {said} ({probability[guess]:.1%})\npython: {name} {held[name]}"
+                  + "  <-- the model is wrong" * (said != held[name]))
+            feed(f"{held[name]}\n")
+
+
 def main(argv):
     configs, given, args = parse(argv)
+    if args.play:
+        play(args.play, **{"device": "auto", **given})
+        return 0
     if args.eval:
         cfg, task, stages, model = load_model(args.eval, **{"device": "auto", "eval_at": "auto", **given})
         device, why = pick_device(cfg.device)
