@@ -789,9 +789,9 @@ def test_typed_lines_do_what_python_does(moves, n_vars):
 
 def test_lines_that_are_no_part_of_the_task_are_refused():
     held = {"a": "1", "b": "2", "c": "3"}
-    for line in ("x", "a = 1", "a, b = b", "a, a = a, a", "a, b = a, b", "a, b = b, c", "a, z = z, a", "print(a)",
-                 "print('a', b)", "print('z', z)", "a, b, c = b, c, a", "import os", "a, b = b, a = a", "=", ">>>",
-                 "\udc80"):
+    for line in ("x", "a = 1", "a, b = b", "a, a = a, a", "a, b = a, b", "a, b = b, c", "a, z = z, a",
+                 "print(a)", "print('a', b)", "print('z', z)", "a, b, c = b, c, a", "import os",
+                 "a, b = b, a = a", "=", ">>>", "\udc80"):
         with pytest.raises(UserError, match="knows lines like"):
             Repl(3).execute(line, held)
     assert Repl(3).execute('>>> print( "b",b )', held) == (">>> print('b', b)\n", held, "b")

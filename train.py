@@ -29,7 +29,6 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import signal
 import sys
@@ -38,6 +37,11 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows has no such module; memory is then not reported
+    resource = None
 
 import torch
 import torch.nn.functional as F
@@ -249,8 +253,8 @@ def evaluate(cfg, model, task, stage, device):
                 hidden.append(y[here].view(size, -1, y.shape[-1]))
             hidden = torch.cat(hidden, 1)                                # (B, R, D)
             guess = model.head(hidden) if task.next_token else model.state_head(hidden)[:, :, 0]
-        right.append((guess.argmax(-1) == answers).double())
-    by_reveal = torch.cat(right).mean(0)
+        right.append((guess.argmax(-1) == answers).cpu())
+    by_reveal = torch.cat(right).double().mean(0)                        # (R,)
     return {"commands": stage.commands, "spacing": stage.spacing, "reveal_acc": by_reveal.mean().item(),
             "final_acc": by_reveal[-1].item(), "by_reveal": by_reveal.tolist()}
 
@@ -500,6 +504,16 @@ def introduce(cfg, task, stages, device, why, saved):
     return count(model)
 
 
+def peak_memory(device):
+    """The most memory that this process has held so far, as the end of a sentence."""
+    if device.type == "cuda":
+        return f"; memory peaked at {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+    if not resource:
+        return ""
+    unit = 2**30 if sys.platform == "darwin" else 2**20                  # bytes there, KiB elsewhere
+    return f"; memory peaked at {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.1f} GiB"
+
+
 def run(cfg, saved):
     """One run of a grid. -> its result (None unless it is done), and why it ended."""
     folder, (device, why_device) = run_folder(cfg), pick_device(cfg.device)
@@ -515,13 +529,9 @@ def run(cfg, saved):
         print(f"train.py: loss or gradient not finite at step {p['step']}, the last good checkpoint is kept: "
               f"try --learning-rate {cfg.learning_rate / 3:.1g}", file=sys.stderr)
         return None, why
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     share = p["data_seconds"] / max(p["seconds"], 1e-9)
-    print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it; "
-          f"memory peaked at {peak / 2**30:.1f} GiB")
+    print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it"
+          + peak_memory(device))
     result = {"model": cfg.model, "task": cfg.task, "params": params, "samples": p["samples"],
               "seconds": p["seconds"], "seed": cfg.seed, "stage_reached": str(stages[p["stage"]]),
               "passed": p["passed"], "eval": [], "config": asdict(cfg)}
