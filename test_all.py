@@ -45,6 +45,11 @@ slow, CPU = pytest.mark.slow, torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
+def the_same_random_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def slow_tests_only_on_demand(request):
     if request.node.get_closest_marker("slow") and not request.config.getoption("markexpr"):
         pytest.skip("slow: run with -m slow")
@@ -508,9 +513,9 @@ def test_the_score_asks_for_the_token_before_an_answer():
 
 @pytest.mark.parametrize("task", [Repl(), Group("S3")])
 def test_evaluating_in_segments_changes_nothing(task):
-    lm = models.LM(small("deltanet"), 262, task.n_slots, task.n_classes)
-    torch.nn.init.normal_(lm.head.weight)
-    torch.nn.init.normal_(lm.to_state.weight)
+    lm = models.LM(small("deltanet"), 262, task.n_slots, task.n_classes).double()  # fp32 may flip near-ties
+    lm.head.weight.data[ord("1"):ord("6")].normal_()  # it guesses digits, some of them right
+    lm.to_state.weight.data.normal_()
     rows = [train.evaluate(train.Config(eval_samples=20, segment=segment), lm, task, Stage(24, 1), CPU)
             for segment in (10000, 7)]
     assert rows[0] == rows[1] and 0 < rows[0]["reveal_acc"] < 1
