@@ -25,8 +25,8 @@ from data import Parser, UserError, one_of, start
 
 
 def lines(curves, x_label, y_label, title, chance=None):
-    """-> a figure with one line and band per label. curves: {label: [(x, y), ...]}, an (x, y) pair of 1-d
-    arrays per seed. Seeds are brought to the first one's x, each keeping its last y after its end."""
+    """-> a figure with one line and band per label. curves: {label: [(x, y), ...]}, a pair of 1-d arrays per
+    seed. All seeds are drawn over the x of the longest, each keeping its last y after its end."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for label, seeds in curves.items():
         x = max((x for x, _ in seeds), key=lambda x: x[-1])
@@ -92,8 +92,8 @@ def positions(groups, at):
 def chance_of(groups):
     """1 / n_vars where all runs are REPL traces with as many variables, else None."""
     configs = [result["config"] for runs in groups.values() for result, _ in runs]
-    n_vars = {c["n_vars"] for c in configs if c["task"] == "repl"}
-    return 1 / n_vars.pop() if len(n_vars) == 1 else None
+    n_vars = {c["n_vars"] if c["task"] == "repl" else None for c in configs}
+    return 1 / n_vars.pop() if len(n_vars) == 1 and None not in n_vars else None
 
 
 def table(groups, path):
@@ -127,12 +127,10 @@ def main(argv):
     if path.exists() and not args.overwrite:
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
     groups = load(args.runs)
+    figure = FIGURES[args.figure](groups, args.at) if args.figure in FIGURES else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if args.figure == "table":
-            table(groups, path)
-        else:
-            FIGURES[args.figure](groups, args.at).savefig(path, dpi=150)
+        figure.savefig(path, dpi=150) if figure else table(groups, path)
     except OSError as error:
         raise UserError(f"{path}: cannot write there ({error.strerror}); choose another --save")
     print(f"saved {path}")

@@ -2,8 +2,8 @@
 The claims, as code. Each test is a sentence that this project says of itself, checked against something else:
 a float64 loop, brute force, a real Python interpreter, finite differences, a killed process.
 
-    python -m pytest -q test_all.py              two to three minutes on two cores
-    python -m pytest -q -m slow test_all.py      what takes longer
+    python -m pytest -q test_all.py              a bit over a minute on two cores
+    python -m pytest -q -m slow test_all.py      four minutes more
 """
 import csv
 import dataclasses
@@ -411,7 +411,7 @@ def test_nothing_sees_the_future_and_everything_sees_the_past(model):
     changed[0, 20] = (tokens[0, 20] + 1) % 262
     with torch.no_grad():
         before, after = lm(tokens)[0], lm(changed)[0]
-    assert torch.equal(before[:, :20], after[:, :20]) or (before[:, :20] - after[:, :20]).abs().max() < 1e-5
+    assert (before[:, :20] - after[:, :20]).abs().max() < 1e-5
     assert ((before[:, 20:24] - after[:, 20:24]).abs().amax(-1) > 1e-4).all()  # rnn and ssm start forgetful
 
 

@@ -394,10 +394,10 @@ class Interrupt:
             signal.signal(s, handler)
 
 
-def train(cfg, task, stages, folder, device, saved=None):
+def train(cfg, task, stages, model, folder, device, saved=None):
     """Train, from the start or from the checkpoint `saved`; write ckpt.pt and metrics.csv into `folder`.
-    -> model, progress (a dict), and why it ended: "done", "interrupted" or "nan"."""
-    model, total = build_model(cfg, task, device), total_samples(cfg, stages)
+    -> progress (a dict), and why it ended: "done", "interrupted" or "nan"."""
+    total = total_samples(cfg, stages)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     p = {"step": 0, "samples": 0, "stage": 0, "stage_from": 0, "recent": [], "passed": [],
          "fall_from": total - cfg.cooldown, "seconds": 0.0, "data_seconds": 0.0}
@@ -480,16 +480,15 @@ def train(cfg, task, stages, folder, device, saved=None):
     if why != "nan":
         save()
     file.close()
-    return model, p, why
+    return p, why
 
 
-def introduce(cfg, task, stages, device, why, saved):
+def introduce(cfg, task, stages, model, device, why, saved):
     """A run's first lines: what it is, on what, and where its parameters are."""
     def count(module):
         return sum(p.numel() for p in module.parameters())
 
-    model, (backend, because) = build_model(cfg, task, "cpu"), resolve_backend()
-    default = asdict(Config())
+    (backend, because), default = resolve_backend(), asdict(Config())
     changed = [f"{name}={value}" for name, value in asdict(cfg).items() if value != default[name]]
     length = f"{cfg.stage_samples:,} traces" if cfg.stage_samples else f"until {cfg.advance:.0%} is right"
     print(f"run     {run_folder(cfg)}: " + (", ".join(changed) or "every setting at its default"))
@@ -501,7 +500,6 @@ def introduce(cfg, task, stages, device, why, saved):
     print(f"model   {count(model):,} parameters = embedding {count(model.embed):,} + blocks "
           f"{count(model.blocks):,} + norm {count(model.norm):,} + head {count(model.head):,} + state head "
           f"{count(model.to_state):,}")
-    return count(model)
 
 
 def peak_memory(device):
@@ -518,10 +516,11 @@ def run(cfg, saved):
     """One run of a grid. -> its result (None unless it is done), and why it ended."""
     folder, (device, why_device) = run_folder(cfg), pick_device(cfg.device)
     task, stages = build_task(cfg, Tokenizer(saved["lexemes"]) if saved else None)
-    params = introduce(cfg, task, stages, device, why_device, saved)
+    model = build_model(cfg, task, device)
+    introduce(cfg, task, stages, model, device, why_device, saved)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
-    model, p, why = train(cfg, task, stages, folder, device, saved)
+    p, why = train(cfg, task, stages, model, folder, device, saved)
     if why == "interrupted":
         print(f"stopped after step {p['step']}, {p['samples']:,} traces")
         return None, why
@@ -532,9 +531,9 @@ def run(cfg, saved):
     share = p["data_seconds"] / max(p["seconds"], 1e-9)
     print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it"
           + peak_memory(device))
-    result = {"model": cfg.model, "task": cfg.task, "params": params, "samples": p["samples"],
-              "seconds": p["seconds"], "seed": cfg.seed, "stage_reached": str(stages[p["stage"]]),
-              "passed": p["passed"], "eval": [], "config": asdict(cfg)}
+    result = {"model": cfg.model, "task": cfg.task, "params": sum(x.numel() for x in model.parameters()),
+              "samples": p["samples"], "seconds": p["seconds"], "seed": cfg.seed, "passed": p["passed"],
+              "stage_reached": str(stages[p["stage"]]), "eval": [], "config": asdict(cfg)}
     for stage in eval_stages(cfg, task, stages):
         result["eval"].append(evaluate(cfg, model, task, stage, device))
         print(show_eval(result["eval"][-1], task, stages))
