@@ -120,6 +120,14 @@ class Batch:
     def to(self, device):
         return Batch(**{name: x if x is None else x.to(device) for name, x in vars(self).items()})
 
+    def cut(self, n):
+        """-> n batches, which hold the traces' first lines, the next, ...: about as many lines each."""
+        ends = self.line_end[0].nonzero()[:, 0] + 1                       # the same places in every trace
+        last = [ends[len(ends) * (i + 1) // n - 1].item() for i in range(n)]
+        tensors = {name: x for name, x in vars(self).items() if x is not None}
+        return [Batch(**{name: x[:, first:past] for name, x in tensors.items()})
+                for first, past in zip([0, *last], last)]
+
 
 class Stage(NamedTuple):
     """A step of a curriculum, written LxS, or LxS:M where a permutation moves at most M of the variables."""

@@ -64,6 +64,7 @@ class Config:
     # the model: these make 77 thousand parameters
     d_model: int = 64              # width
     d_mlp: int = 128               # width inside the MLP
+    params: int = 0                # not 0: choose d_mlp so that the model has about as many parameters
     n_layer: int = 1               # blocks; swaps need one, as the convolution already sees both names
     n_head: int = 1                # heads of width d_model / n_head; one learns in fewer steps than four
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in (-1, 1), 1 gives (0, 1)
@@ -82,6 +83,7 @@ class Config:
     # when to move on, when to stop
     advance: float = 0.98          # pass a stage at this reveal accuracy, mean of the last 10 batches
     stage_samples: int = 0         # not 0: pass each stage after this many traces instead
+    carry: int = 1                 # last stage: traces so many times as long, in steps; the state goes on
     max_samples: int = 100000      # stop after this many traces, wherever the curriculum is
     until: float = 0.0             # not 0: stop at this reveal accuracy on held-out traces of the last stage
     # held-out traces
@@ -100,7 +102,7 @@ class Config:
 
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
 POSITIVE = """d_model d_mlp n_layer n_head beta_max n_householder batch_size learning_rate grad_clip advance
-max_samples eval_samples eval_every segment save_every""".split()
+carry max_samples eval_samples eval_every segment save_every""".split()
 WITH_EVAL = "eval_at eval_samples segment seed device dtype".split()  # what --eval and --play may override
 BESIDE_THE_POINT = "device save_every out name".split()               # what does not change a run's outcome
 
@@ -198,6 +200,7 @@ def check(cfg):
         raise UserError(f"--stage-samples times {len(stages)} stages is {total}: raise --max-samples to that")
     if cfg.warmup + cfg.cooldown > total:
         raise UserError(f"--warmup plus --cooldown is more than the run's {total} traces: lower them")
+    sized(cfg, len(task.tokenizer), task.n_slots, task.n_classes)
 
 
 def run_folder(cfg):
@@ -228,10 +231,10 @@ def loss_terms(model, task, batch, hidden):
     terms["state"] = F.cross_entropy(states.flatten(0, 1), truth.flatten(), ignore_index=-1)
     guess = states[:, 0]
     if task.next_token:
-        logits = model.head(hidden[:, :-1]).float()                      # (B, T-1, vocabulary)
-        nats = F.cross_entropy(logits.mT, batch.tokens[:, 1:], reduction="none")
-        terms["next"], terms["reveal"] = nats.mean(), nats[asked[:, :-1]].mean()
-        guess = logits[asked[:, :-1]]
+        logits, after = model.head(hidden).float(), batch.tokens.roll(-1, 1)         # (B, T, vocabulary)
+        nats = F.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="none").view_as(after)
+        terms["next"], terms["reveal"] = nats[:, :-1].mean(), nats[asked].mean()     # the last has no next
+        guess = logits[asked]
     return terms, (guess.argmax(-1) == right.flatten()).float().mean()
 
 
@@ -362,9 +365,27 @@ def open_metrics(path, step):
 # ----------------------------------------------------------------------------------------------------------
 # One run
 
+def count(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def sized(cfg, *sizes):
+    """-> cfg, its d_mlp such that the LM has cfg.params parameters, give or take a tenth."""
+    if not cfg.params:
+        return cfg
+    with torch.device("meta"):                                           # shapes without numbers
+        least, more = (count(LM(replace(cfg, d_mlp=8 * n), *sizes)) for n in (1, 2))
+    n = max(0, round((cfg.params - least) / (more - least)))
+    if abs(least + n * (more - least) - cfg.params) > 0.1 * cfg.params:
+        raise UserError(f"--params {cfg.params}: {cfg.model} so wide and deep has {least} at the least; "
+                        "change --d-model or --n-layer")
+    return replace(cfg, d_mlp=8 * (n + 1))
+
+
 def build_model(cfg, task, device):
+    sizes = len(task.tokenizer), task.n_slots, task.n_classes
     torch.manual_seed(cfg.seed)                                          # torch draws nothing else at random
-    return LM(cfg, len(task.tokenizer), task.n_slots, task.n_classes).to(device)
+    return LM(sized(cfg, *sizes), *sizes).to(device)
 
 
 def autocast(cfg, device):
@@ -376,6 +397,13 @@ def learning_rate(cfg, samples, fall_from):
     up = min(1, (samples + cfg.batch_size) / max(cfg.warmup, cfg.batch_size))
     down = min(1, max(0, samples - fall_from) / max(cfg.cooldown, 1))
     return cfg.learning_rate * up * (cfg.lr_final + (1 - cfg.lr_final) * (1 + math.cos(math.pi * down)) / 2)
+
+
+def detached(state, device):
+    """A state whose gradient is not carried on. States are tensors, or tuples and lists of states."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to(device)
+    return type(state)(detached(part, device) for part in state)
 
 
 class Interrupt:
@@ -400,15 +428,16 @@ def train(cfg, task, stages, model, folder, device, saved=None):
     total = total_samples(cfg, stages)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     p = {"step": 0, "samples": 0, "stage": 0, "stage_from": 0, "recent": [], "passed": [],
-         "fall_from": total - cfg.cooldown, "seconds": 0.0, "data_seconds": 0.0}
+         "fall_from": total - cfg.cooldown, "state": None, "seconds": 0.0, "data_seconds": 0.0}
     if saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         p = saved["progress"]
+        p["state"] = p["state"] and detached(p["state"], device)
     file, rows = open_metrics(folder / "metrics.csv", p["step"])
     weights = {"next": 1, "reveal": cfg.reveal_weight, "state": cfg.state_weight}
     bar = tqdm(total=total, initial=p["samples"], unit=" traces", disable=None, dynamic_ncols=True)
-    started, why = time.perf_counter() - p["seconds"], "done"
+    pieces, started, why = [], time.perf_counter() - p["seconds"], "done"
 
     def save():
         file.flush()
@@ -425,11 +454,16 @@ def train(cfg, task, stages, model, folder, device, saved=None):
                 group["lr"] = lr
 
             stage, began = stages[p["stage"]], time.perf_counter()
-            batch = task.batch(stage, cfg.batch_size, cfg.seed, "train", p["step"]).to(device)
+            parts = cfg.carry if p["stage"] == len(stages) - 1 else 1
+            turn = (p["samples"] - p["stage_from"]) // cfg.batch_size % parts
+            if turn == 0 or not pieces:
+                t, long = p["step"] - turn, stage._replace(commands=stage.commands * parts)
+                pieces = task.batch(long, cfg.batch_size, cfg.seed, "train", t).cut(parts)
+            batch = pieces[turn].to(device)
             p["data_seconds"] += time.perf_counter() - began
 
             with autocast(cfg, device):
-                hidden, _ = model(batch.tokens)
+                hidden, state = model(batch.tokens, p["state"] if turn else None)
                 terms, accuracy = loss_terms(model, task, batch, hidden)
             loss = sum(weights[name] * term for name, term in terms.items())
             optimizer.zero_grad()
@@ -442,6 +476,7 @@ def train(cfg, task, stages, model, folder, device, saved=None):
 
             p["step"] += 1
             p["samples"] += cfg.batch_size
+            p["state"] = detached(state, device) if parts > 1 else None
             p["recent"] = [*p["recent"][-9:], accuracy.item()]
             p["seconds"] = time.perf_counter() - started
             last, recent = p["stage"] == len(stages) - 1, sum(p["recent"]) / len(p["recent"])
@@ -485,9 +520,6 @@ def train(cfg, task, stages, model, folder, device, saved=None):
 
 def introduce(cfg, task, stages, model, device, why, saved):
     """A run's first lines: what it is, on what, and where its parameters are."""
-    def count(module):
-        return sum(p.numel() for p in module.parameters())
-
     (backend, because), default = resolve_backend(), asdict(Config())
     changed = [f"{name}={value}" for name, value in asdict(cfg).items() if value != default[name]]
     length = f"{cfg.stage_samples:,} traces" if cfg.stage_samples else f"until {cfg.advance:.0%} is right"
@@ -531,7 +563,7 @@ def run(cfg, saved):
     share = p["data_seconds"] / max(p["seconds"], 1e-9)
     print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it"
           + peak_memory(device))
-    result = {"model": cfg.model, "task": cfg.task, "params": sum(x.numel() for x in model.parameters()),
+    result = {"model": cfg.model, "task": cfg.task, "params": count(model),
               "samples": p["samples"], "seconds": p["seconds"], "seed": cfg.seed, "passed": p["passed"],
               "stage_reached": str(stages[p["stage"]]), "eval": [], "config": asdict(cfg)}
     for stage in eval_stages(cfg, task, stages):
