@@ -1,18 +1,22 @@
 """
 The figures, one function each, from the files that runs leave behind.
 
-    python plot.py curve out/deltanet-repl*                     reveal accuracy while training
-    python plot.py positions out/deltanet-repl* --at 128x16     accuracy at each reveal of a trace (P1 Fig. 4)
-    python plot.py table out/deltanet-repl*                     the numbers, as CSV
+    python plot.py curve out/deltanet-repl*                    reveal accuracy while training
+    python plot.py positions out/deltanet-repl* --at 128x16    accuracy at each reveal of a trace (P1 Fig. 4)
+    python plot.py final out/deltanet-repl*                    at the last, by length and spacing (the same)
+    python plot.py scores out/deltanet-repl*                   a row a model, a column an evaluated stage
+    python plot.py drift out/deltanet-repl --at 512x512        why a model loses track, suspect by suspect
+    python plot.py table out/deltanet-repl*                    the numbers, as CSV
 
-Runs that differ only in their seed become one line, the median, in a band from the worst to the best. A
-figure of another kind is ten more lines: read what you need into {label: [(x, y) of each seed, ...]}, call
-`lines`.
+Runs that differ only in their seed become one line, the median, in a band from the worst to the best. With
+--best learning_rate (any setting), only its best value is kept of runs that are otherwise alike. A figure of
+another kind is ten more lines: read what you need into {label: [(x, y) of each seed, ...]}, call `lines`.
 
-P1 is arXiv 2602.14814. Not here: training, and numbers that are not in metrics.csv or result.json.
+P1 is arXiv 2602.14814. Not here: training. All but `drift` read metrics.csv and result.json only.
 """
 import csv
 import json
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -20,8 +24,12 @@ import matplotlib
 matplotlib.use("Agg")  # write files, open no window
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
+import torch.nn.functional as F
 
-from data import Parser, UserError, one_of, start
+from data import Parser, Stage, UserError, one_of, parse_stages, start
+from models import DeltaNet, GatedDeltaNet
+from train import load_model
 
 
 def lines(curves, x_label, y_label, title, chance=None):
@@ -42,23 +50,54 @@ def lines(curves, x_label, y_label, title, chance=None):
     return figure
 
 
-def load(folders):
+def tiles(axes, cells, rows, columns):
+    """Draw a table of accuracies, coloured. cells: {(row, column): [one per seed]} -> median, range below."""
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            seeds = 100 * np.array(cells.get((row, column), []))
+            if len(seeds):
+                words = f"{np.median(seeds):.0f}"
+                if seeds.max() - seeds.min() >= 1:
+                    words += f"\n{seeds.min():.0f} to {seeds.max():.0f}"
+                color = "black" if np.median(seeds) > 60 else "white"
+                axes.text(j, i, words, ha="center", va="center", fontsize=8, color=color)
+    middle = [[np.median(cells.get((row, column), np.nan)) for column in columns] for row in rows]
+    axes.imshow(middle, vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+
+
+def load(folders, best):
     """-> {label: [(result, folder), ...]}: finished runs, grouped by all settings but the seed, labelled by
-    those that differ between groups."""
+    those that differ between groups. Of groups that differ in the setting `best` only, the one is kept whose
+    first seed has the highest mean over all that was evaluated."""
     runs = []
     for folder in map(Path, folders):
         try:
             runs.append((json.loads((folder / "result.json").read_text()), folder))
         except (OSError, ValueError):
             raise UserError(f"{folder} holds no result.json: give folders of runs that train.py has finished")
-    aside = ("seed", "out", "name", "device", "save_every")
+    aside = ("seed", "out", "name", "device", "save_every", best)
     configs = [{k: v for k, v in result["config"].items() if k not in aside} for result, _ in runs]
+    if best and best not in runs[0][0]["config"]:
+        raise UserError(f"--best {best}: no setting of these runs; choose one of " + ", ".join(configs[0]))
     varied = [k for k in configs[0] if k != "model" and len({str(c.get(k)) for c in configs}) > 1]
     groups = {}
     for run, config in zip(runs, configs):
         label = ", ".join([config["model"], *(f"{k} {config[k]}" for k in varied)])
         groups.setdefault(label, []).append(run)
-    return groups
+    return {label: best_of(runs, best) if best else runs for label, runs in groups.items()}
+
+
+def best_of(runs, best):
+    """Of runs alike but for the seed and the setting `best`, those with its best value."""
+    seed = min(result["seed"] for result, _ in runs)
+
+    def score(run):
+        return np.mean([row["reveal_acc"] for row in run[0]["eval"]])
+
+    winner = max((run for run in runs if run[0]["seed"] == seed), key=score)
+    return [run for run in runs if run[0]["config"][best] == winner[0]["config"][best]]
 
 
 def curve(groups, at, window=10):
@@ -68,11 +107,16 @@ def curve(groups, at, window=10):
         for _, folder in runs:
             with open(folder / "metrics.csv", newline="") as file:
                 rows = list(csv.DictReader(file))
-            x, y = (np.array([float(row[k]) for row in rows]) for k in ("samples", "reveal_acc"))
-            n = min(window, len(rows))
-            curves.setdefault(label, []).append((x[n - 1:], np.convolve(y, np.ones(n) / n, "valid")))
+            curves.setdefault(label, []).append(smooth(rows, window))
     return lines(curves, "traces seen", f"reveal accuracy, mean of {window} batches", "Learning to execute",
                  chance_of(groups))
+
+
+def smooth(rows, window=10):
+    """Rows of metrics.csv -> traces seen, and reveal accuracy, the mean of `window` batches."""
+    x, y = (np.array([float(row[k]) for row in rows]) for k in ("samples", "reveal_acc"))
+    n = min(window, len(rows))
+    return x[n - 1:], np.convolve(y, np.ones(n) / n, "valid")
 
 
 def positions(groups, at):
@@ -89,6 +133,37 @@ def positions(groups, at):
                  f"Tracking through {commands} commands", chance_of(groups))
 
 
+def scores(groups, at):
+    """Reveal accuracy at every evaluated stage, a row per model: the comparison as one picture."""
+    cells, columns = {}, []
+    for label, runs in groups.items():
+        for result, _ in runs:
+            for row in result["eval"]:
+                columns.append(f"{row['commands']}x{row['spacing']}")
+                cells.setdefault((label, columns[-1]), []).append(row["reveal_acc"])
+    columns = list(dict.fromkeys(columns))
+    size = 4 + 0.8 * len(columns), 1 + 0.45 * len(groups)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    tiles(axes, cells, list(groups), columns)
+    axes.set(xlabel="commands x spacing", title="Reveal accuracy in %, median and range over seeds")
+    return figure
+
+
+def final(groups, at):
+    """Accuracy at the last reveal over length and spacing, a panel per model (P1 Fig. 4, right)."""
+    size = 1 + 3.2 * len(groups), 3.2
+    figure, [panels] = plt.subplots(1, len(groups), figsize=size, layout="constrained", squeeze=False)
+    for axes, (label, runs) in zip(panels, groups.items()):
+        cells = {}
+        for result, _ in runs:
+            for row in result["eval"]:
+                cells.setdefault((row["spacing"], row["commands"]), []).append(row["final_acc"])
+        spacings, lengths = (sorted(set(sizes)) for sizes in zip(*cells))
+        tiles(axes, cells, spacings, lengths)
+        axes.set(xlabel="commands", ylabel="spacing", title=f"{label}, last reveal, %")
+    return figure
+
+
 def chance_of(groups):
     """1 / n_vars where all runs are REPL traces with as many variables, else None."""
     configs = [result["config"] for runs in groups.values() for result, _ in runs]
@@ -100,23 +175,175 @@ def table(groups, path):
     """Write a CSV with a line per run and evaluated stage."""
     with open(path, "w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow("run seed params samples seconds commands spacing reveal_acc final_acc".split())
+        rows.writerow("run seed params samples seconds commands spacing reveal_acc final_acc to_98".split())
         for label, runs in groups.items():
-            for result, _ in runs:
+            for result, folder in runs:
                 cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1)]
+                first = samples_to(0.98, folder)
                 for row in result["eval"]:
+                    stage = row["commands"], row["spacing"]
                     score = [round(row[k], 4) for k in ("reveal_acc", "final_acc")]
-                    rows.writerow([label, *cost, row["commands"], row["spacing"], *score])
+                    rows.writerow([label, *cost, *stage, *score, first.get(stage, "")])
 
 
-FIGURES = {"curve": curve, "positions": positions}  # each takes (groups, at) and returns a figure
+def samples_to(accuracy, folder):
+    """-> {(commands, spacing): traces, of all kinds, until ten batches of this stage were as right}, for the
+    stages where that happened."""
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    reached = {}
+    for stage, of_stage in groupby(rows, key=lambda row: (int(row["commands"]), int(row["spacing"]))):
+        of_stage = list(of_stage)
+        x, y = smooth(of_stage)
+        if len(of_stage) >= 10 and y.max() >= accuracy:
+            reached.setdefault(stage, int(x[y >= accuracy][0]))
+    return reached
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Why a linear RNN loses track
+#
+# Take a trace and relabel its digits cyclically: n traces with the same commands. What their states share is
+# noise, whatever the commands wrote; what differs is signal, all that is known of the values. A delta rule's
+# state is affine in what it was, so this split is exact in the first layer.
+
+def relabelled(batch, n):
+    """n relabelings of each of B traces -> tokens (n*B, T) and state (n*B, T, n), of a trace B rows apart."""
+    digit, known = batch.tokens - ord("1"), batch.state >= 0
+    is_digit = (digit >= 0) & (digit < n)
+    tokens = [torch.where(is_digit, ord("1") + (digit + i) % n, batch.tokens) for i in range(n)]
+    state = [torch.where(known, (batch.state + i) % n, batch.state) for i in range(n)]
+    return torch.cat(tokens), torch.cat(state)
+
+
+def split(S, n):
+    """S (n*B, ...) of relabelled traces -> noise and signal, same shape; S is their sum."""
+    noise = S.unflatten(0, (n, -1)).mean(0).repeat(n, *[1] * (S.dim() - 1))
+    return noise, S - noise
+
+
+def score_all(model, task, state, truth):
+    """Accuracy of the answers to print('a', a), print('b', b), ..., each asked of a copy of the state."""
+    names = "abcdefghi"[:task.n_vars]
+    asked = torch.tensor([task.tokenizer.encode(f">>> print('{x}', {x})\n{x} ") for x in names])
+    copies = [tuple(x.repeat_interleave(len(names), 0) for x in parts) for parts in state]
+    hidden, _ = model(asked.repeat(len(truth), 1), copies)
+    guess = model.head(hidden[:, -1]).argmax(-1) - ord("1")
+    return (guess.view(truth.shape) == truth).double().mean().item()
+
+
+def linear_readout(signals, truth, n):
+    """Accuracy of the best linear guess of the values from the signal (ridge regression, on 3/4 of them).
+    High where the model is wrong: the values are there, but not where it looks."""
+    x = torch.cat([signal.flatten(1) for signal in signals], 1)
+    fit = torch.arange(len(x)) % (len(x) // n) < len(x) // n * 3 // 4     # all of a trace, or none
+    gram = x[fit] @ x[fit].T
+    ridge = 0.1 * gram.diagonal().mean() * torch.eye(len(gram))
+    targets = F.one_hot(truth[fit], n).flatten(1) - 1 / n
+    guess = (x[~fit] @ x[fit].T @ torch.linalg.solve(gram + ridge, targets)).view(-1, n, n).argmax(-1)
+    return (guess == truth[~fit]).double().mean().item()
+
+
+def tokens_that_lose(model, n, commands, state, width):
+    """Read commands (n*B, T), of `width` tokens each, one by one from `state`. -> (width,) each: the share of
+    the signal's energy that a token loses, and its beta, weighted by the energy that its keys meet."""
+    lost, met, beta_met = torch.zeros(3, width)
+    for t in range(commands.shape[1]):
+        x, i, before, after = model.embed(commands[:, t:t + 1]), t % width, 0, 0
+        for layer, block in enumerate(model.blocks):
+            (conv, S), normed = state[layer], block.norm1(x)
+            signal, (_, k, _, _) = split(S, n)[1], block.mixer.project(normed, conv)
+            energy = (k[:, 0, :, None] @ signal).square().sum((0, 2, 3))  # (H,)
+            met[i] += energy.sum()
+            beta_met[i] += (block.mixer.beta(normed)[:, 0].mean(0) * energy).sum()
+            x, state[layer] = block(x, state[layer])
+            before += signal.square().sum()
+            after += split(state[layer][1], n)[1].square().sum()
+        lost[i] += (1 - after / before) * width / commands.shape[1]
+    return lost, beta_met / met
+
+
+@torch.no_grad()
+def drift(groups, at, traces=96):
+    """Why a model loses track of values seen 8, 16, 32, ... commands ago: accuracy as it is, and with one
+    suspect after the other out of the way; the sizes of signal and noise; what each token does to the signal
+    (after 64 commands or the last depth). The numbers are printed, too."""
+    [(_, folder), *more] = [run for runs in groups.values() for run in runs]
+    cfg, task, _, model = load_model(folder, device="cpu", eval_at=at)
+    mixers = [block.mixer for block in model.blocks]
+    if more or cfg.task != "repl" or not all(type(mixer) in (DeltaNet, GatedDeltaNet) for mixer in mixers):
+        raise UserError("drift: give one run, of deltanet or gated_deltanet on repl")
+    [stage], n = parse_stages(at, task), task.n_vars
+    if stage.commands < 8:
+        raise UserError(f"--at {at}: drift needs 8 commands or more")
+    tokens, truth = relabelled(task.batch(stage, traces, cfg.seed, "test", 0), n)
+    ends = (truth[0, :, -1] >= 0).nonzero()[:, 0] + 1                     # of the lines, from "e = 5" on
+    depths = [2 ** i for i in range(3, stage.commands.bit_length())]
+    cuts = [ends[d + 2 * ((d - 1) // stage.spacing)].item() for d in depths]
+
+    def states():
+        """What the model holds at each depth: (the convolution's state, S) of each layer; and the truth."""
+        state = None
+        for piece, last in zip(tokens[:, :cuts[-1]].tensor_split(cuts[:-1], 1), cuts):
+            for segment in piece.split(cfg.segment, 1):
+                _, state = model(segment, state)
+            yield list(state), truth[:, last - 1]
+
+    right, size, start, after_64 = {}, {"signal": [], "noise": []}, None, None
+    for depth, (state, values) in zip(depths, states()):
+        noise, signal = zip(*(split(S, n) for _, S in state))
+        for name, parts in (("noise", noise), ("signal", signal)):
+            size[name].append(sum(part.square().sum() for part in parts).div(len(tokens)).sqrt().item())
+        start = start or ([part.mean(0, keepdim=True).expand_as(part) for part in noise], size["signal"][0])
+        louder = [start[1] / size["signal"][-1] * part for part in signal]
+        for name, parts in {"as it is": (noise, signal), "noise as at the start": (start[0], signal),
+                            "signal as strong as at the start": (noise, louder), "both": (start[0], louder)
+                            }.items():
+            altered = [(conv, a + b) for (conv, _), a, b in zip(state, *parts)]
+            right.setdefault(name, []).append(score_all(model, task, altered, values))
+        right.setdefault("the best linear readout", []).append(linear_readout(signal, values, n))
+        after_64 = state if depth <= 64 else after_64
+
+    commands, _ = relabelled(task.batch(Stage(8, 8), traces, cfg.seed, "test", 1), n)
+    commands = commands[:, ends[0]:ends[8]]
+    lost, beta = tokens_that_lose(model, n, commands, after_64, commands.shape[1] // 8)
+    words = [repr(task.tokenizer.decode([token])) for token in commands[0, :len(lost)].tolist()]
+    for mixer in mixers:                                                  # from here on, none is short of 2
+        mixer.beta = lambda x, beta=mixer.beta: torch.where(beta(x) > 1.7, 2.0, beta(x))
+    right["beta above 1.7 made 2"] = [score_all(model, task, *found) for found in states()]
+
+    print("commands".ljust(36) + "".join(f"{depth:8d}" for depth in depths))
+    for name, row in right.items():
+        print(name.ljust(36) + "".join(f"{x:8.1%}" for x in row))
+    for name, row in size.items():
+        print(f"size of the {name}".ljust(36) + "".join(f"{x:8.1f}" for x in row))
+    for word, x, b in zip(words, lost.tolist(), beta.tolist()):
+        print(f"{word:8s} loses {x:7.3%} of the signal's energy; beta where they meet {b:.3f}")
+
+    figure, panels = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    for axes, rows in zip(panels, (right, size)):
+        for name, row in rows.items():
+            axes.semilogx(depths, row, ".-", label=name, base=2)
+        axes.set_xlabel("commands")
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="accuracy, asked for all variables", title=f"Suspects removed; reveals: {at}")
+    panels[1].set(ylabel="Frobenius norm of the state's part", ylim=(0, None), title="What the state holds")
+    panels[2].bar(range(len(words)), 100 * lost.numpy(), tick_label=words)
+    panels[2].tick_params("x", rotation=60)
+    panels[2].set(ylabel="% of the signal's energy", title="Lost at each token of a command")
+    return figure
+
+
+FIGURES = {f.__name__: f for f in (curve, positions, scores, final, drift)}  # f(groups, at) -> a figure
 
 
 def main(argv):
     parser = Parser(__doc__)
     parser.add_argument("figure", help=", ".join(FIGURES) + " or table")
     parser.add_argument("runs", nargs="+", help="folders of finished runs")
-    parser.add_argument("--at", default="128x16", help="positions: which evaluation of the runs [128x16]")
+    parser.add_argument("--at", default="128x16", help="positions, drift: commands x spacing [128x16]")
+    parser.add_argument("--best", help="a setting of which only the best value is shown, as learning_rate")
     parser.add_argument("--save", help="file, .png or .svg, .csv for a table [out/FIGURE.png, out/table.csv]")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     args = parser.parse_args(argv)
@@ -126,7 +353,7 @@ def main(argv):
     one_of("--save: the ending", path.suffix, endings)
     if path.exists() and not args.overwrite:
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
-    groups = load(args.runs)
+    groups = load(args.runs, args.best)
     figure = FIGURES[args.figure](groups, args.at) if args.figure in FIGURES else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -140,6 +140,18 @@ def test_batches_are_a_pure_function_of_seed_split_stage_and_number():
         assert not torch.equal(one.tokens, task.batch(*other).tokens)
 
 
+@pytest.mark.parametrize("task, stage", [(Repl(3), Stage(24, 3)), (Group("S3"), Stage(24, 1))])
+def test_pieces_of_a_batch_are_whole_lines_of_it(task, stage):
+    batch = task.batch(stage, 4, 0, "train", 0)
+    pieces = batch.cut(5)
+    for name in ("tokens", "answer", "line_end", "state"):
+        assert torch.equal(torch.cat([getattr(piece, name) for piece in pieces], 1), getattr(batch, name))
+    assert len(pieces) == 5 and all(piece.line_end[:, -1].all() for piece in pieces)
+    counts = [piece.line_end[0].sum().item() for piece in pieces]
+    assert max(counts) - min(counts) <= 1
+    assert not any(piece.answer[:, 0].any() for piece in pieces)          # what asks is in the same piece
+
+
 def test_training_and_held_out_traces_never_meet():
     task, stage = Repl(), Stage(8, 1)
     seen, held_out = (set(texts(task, task.batch(stage, 5000, 0, split, 0))) for split in ("train", "test"))
@@ -403,6 +415,13 @@ def test_whole_token_by_token_and_segment_by_segment_agree(model):
     agrees_with_itself(build(model))
 
 
+def test_the_convolutions_gradients_are_those_of_finite_differences():
+    x, weight = (torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in ((2, 9, 3), (4, 3)))
+    torch.autograd.gradcheck(models.Convolve.apply, (x, weight))
+    expected = F.conv1d(x.mT, weight.T[:, None], groups=3).mT
+    torch.testing.assert_close(models.Convolve.apply(x, weight), expected)
+
+
 @pytest.mark.parametrize("model", ALL)
 def test_nothing_sees_the_future_and_everything_sees_the_past(model):
     lm = build(model)
@@ -461,6 +480,13 @@ def test_the_default_model_has_the_parameters_the_readme_says():
     task, _ = train.build_task(cfg)
     size = sum(p.numel() for p in train.build_model(cfg, task, "cpu").parameters())
     assert f"{size:,} parameters" in (HERE / "README.md").read_text()
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_params_are_met_within_ten_percent_whatever_the_model(model):
+    cfg = train.Config(model=model, n_layer=2, n_head=2, params=150000)
+    task, _ = train.build_task(cfg)
+    assert abs(train.count(train.build_model(cfg, task, "cpu")) / 150000 - 1) <= 0.1
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -579,7 +605,8 @@ def interrupt_at(step, monkeypatch):
     monkeypatch.setattr(Repl, "batch", pressing)
 
 
-@pytest.mark.parametrize("moving_on", [("--advance", 1), ("--stage-samples", 400, "--curriculum", "4x1 8x2")])
+@pytest.mark.parametrize("moving_on", [("--advance", 1), ("--advance", 1, "--carry", 7, "--model", "gru"),
+                                       ("--stage-samples", 400, "--curriculum", "4x1 8x2")])
 def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, capsys, moving_on):
     flags = [*moving_on, "--max-samples", 800]
     assert go(tmp_path / "whole", *flags) == 0
@@ -597,6 +624,28 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, c
         assert all(torch.equal(x, b["optimizer"]["state"][i][key]) for key, x in moments.items())
     ours, theirs = (json.loads((x / "result.json").read_text())["eval"] for x in (whole, halves))
     assert ours == theirs
+
+
+@pytest.mark.parametrize("model", ["deltanet+lstm", "transformer"])
+def test_carry_reads_one_long_trace_in_pieces_and_hands_the_state_on(tmp_path, monkeypatch, model):
+    calls, honest = [], models.LM.forward
+
+    def watching(self, tokens, state=None):
+        hidden, new = honest(self, tokens, state)
+        if torch.is_grad_enabled():
+            calls.append((tokens, state, new))
+        return hidden, new
+    monkeypatch.setattr(models.LM, "forward", watching)
+    go(tmp_path, "--model", model, "--n-layer", 2, "--curriculum", "2x1 4x2", "--stage-samples", 80,
+       "--warmup", 0, "--carry", 5)
+    assert all(state is None for _, state, _ in calls[:10]) and len(calls) == 20
+    for first in (10, 15):
+        long = Repl(2).batch(Stage(20, 2), 8, 0, "train", first).tokens
+        assert torch.equal(torch.cat([tokens for tokens, _, _ in calls[first:first + 5]], 1), long)
+        assert calls[first][1] is None
+        for (_, _, handed), (_, state, _) in zip(calls[first:first + 4], calls[first + 1:first + 5]):
+            for x, y in zip(models.nested(handed), models.nested(state)):
+                assert torch.equal(x, y) and not y.requires_grad
 
 
 def test_rows_later_than_the_checkpoint_are_dropped_on_resume(tmp_path, monkeypatch):
@@ -858,6 +907,8 @@ BAD = {
     "--dtype fp8": "Choose one of",
     "--stage-samples 50000": "200000: raise --max-samples",
     "--max-samples 100": "lower them",
+    "--params 30000": "change --d-model or --n-layer",
+    "--carry 0": "above 0",
     "--task group --state-weight 0": "--state-weight above 0",
     "--resume --overwrite": "one of them",
     "--seed 0,0": "repeat no value",
@@ -926,6 +977,106 @@ def test_a_figure_shows_median_and_range_over_seeds():
     assert axes.lines[0].get_ydata().tolist() == [0.5, 2, 2]              # of 0 0 3 1, of 1 3 4 1, of 2 2 5 1
     band = axes.collections[0].get_paths()[0].vertices
     assert {(x, y) for x, y in band} >= {(0, 0), (0, 3), (1, 1), (1, 4), (2, 1), (2, 5)}
+
+
+def write_run(folder, accuracy, rows=(), **settings):
+    """Leave a finished run, as train.py does, without training one."""
+    folder.mkdir()
+    row = {"commands": 8, "spacing": 1, "reveal_acc": accuracy, "final_acc": accuracy}
+    result = {"config": dataclasses.asdict(train.Config(**settings)), "seed": settings["seed"], "eval": [row]}
+    (folder / "result.json").write_text(json.dumps(result))
+    with open(folder / "metrics.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerows([["commands", "spacing", "samples", "reveal_acc"], *rows])
+
+
+def test_the_best_value_of_a_setting_is_chosen_by_the_first_seed(tmp_path):
+    for i, (seed, rate, accuracy) in enumerate([(0, 0.1, 0.5), (0, 0.2, 0.8), (1, 0.2, 0.3), (1, 0.1, 0.9)]):
+        write_run(tmp_path / str(i), accuracy, seed=seed, learning_rate=rate)
+    [runs] = plot.load(sorted(tmp_path.iterdir()), "learning_rate").values()
+    assert [(run["seed"], run["config"]["learning_rate"]) for run, _ in runs] == [(0, 0.2), (1, 0.2)]
+    assert len(plot.load(sorted(tmp_path.iterdir()), None)) == 2
+    with pytest.raises(UserError, match="choose one of"):
+        plot.load(tmp_path.iterdir(), "lr")
+
+
+def test_samples_to_an_accuracy_are_those_of_ten_batches_of_one_stage(tmp_path):
+    """Here 8x1 reads 1 from the 5th of 20 batches on, 16x2 never does, 32x4 has 9 batches."""
+    stages = [(8, 1)] * 20 + [(16, 2)] * 20 + [(32, 4)] * 9
+    right = [i >= 4 for i in range(20)] + [i % 9 > 0 for i in range(20)] + [1] * 9
+    rows = [(*stage, 16 * (i + 1), float(x)) for i, (stage, x) in enumerate(zip(stages, right))]
+    write_run(tmp_path / "run", 1, rows, seed=0)
+    assert plot.samples_to(0.98, tmp_path / "run") == {(8, 1): 16 * 14}
+
+
+def test_tiles_show_the_median_and_the_range():
+    figure, axes = plot.plt.subplots()
+    plot.tiles(axes, {("a", "x"): [0.5, 1.0, 0.25], ("b", "y"): [0.75]}, ["a", "b"], ["x", "y"])
+    assert [text.get_text() for text in axes.texts] == ["50\n25 to 100", "75"]
+    assert axes.images[0].get_array().tolist()[0][0] == 0.5
+
+
+def linear_rnn():
+    """A task, an untrained model of one layer whose head prefers digits, and relabelled traces in float64."""
+    task, lm = Repl(4), build("deltanet", n_layer=1).double()
+    torch.nn.init.normal_(lm.head.weight[ord("1"):ord("5")])
+    return task, lm, *plot.relabelled(task.batch(Stage(8, 8), 3, 0, "test", 0), 4)
+
+
+def test_asking_copies_of_a_state_is_asking_the_model():
+    task, lm, tokens, state = linear_rnn()
+    right = []
+    with torch.no_grad():
+        commands = tokens[:, :-14]                                        # all but the print and its answer
+        _, held = lm(commands)
+        for row, truth in zip(commands.tolist(), state[:, -1].tolist()):
+            for i, name in enumerate("abcd"):
+                question = task.tokenizer.encode(f">>> print('{name}', {name})\n{name} ")
+                hidden, _ = lm(torch.tensor([row + question]))
+                right.append(lm.head(hidden[0, -1]).argmax().item() - ord("1") == truth[i])
+        score = plot.score_all(lm, task, held, state[:, -1])
+    assert 0 < score < 1 and score == pytest.approx(np.mean(right))
+
+
+def test_a_token_takes_from_the_signal_what_its_reflection_takes():
+    """Of the energy e that meets its key, a delta step with beta loses (1 - (1 - beta)^2) e."""
+    task, lm, tokens, _ = linear_rnn()
+    block = lm.blocks[0]
+    with torch.no_grad():
+        _, [(conv, S)] = lm(tokens[:, :40])
+        noise, signal = plot.split(S, 4)
+        assert torch.allclose(noise + signal, S) and signal.view(4, -1).sum(0).abs().max() < 1e-9
+        next_token = tokens[:, 40:41]
+        lost, beta = plot.tokens_that_lose(lm, 4, next_token, [(conv, S)], 1)
+        x = block.norm1(lm.embed(next_token))
+        _, k, _, _ = block.mixer.project(x, conv)
+        b = block.mixer.beta(x)[:, 0]                                     # (12, 2), the same in relabelings
+        met = torch.einsum("bhk,bhkv->bhv", k[:, 0], signal).square().sum(-1)
+        expected = ((1 - (1 - b) ** 2) * met).sum() / signal.square().sum()
+        assert lost.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert beta.item() == pytest.approx(((b * met).sum() / met.sum()).item(), rel=1e-5)
+
+
+def test_the_linear_readout_finds_what_is_there_and_nothing_else():
+    truth = torch.stack([torch.randperm(4) for _ in range(200)]).repeat(4, 1)
+    truth = (truth + torch.arange(4).repeat_interleave(200)[:, None]) % 4
+    there = F.one_hot(truth, 4).float().flatten(1) @ torch.randn(16, 50)
+    assert plot.linear_readout([there], truth, 4) > 0.99
+    assert plot.linear_readout([torch.randn(800, 50)], truth, 4) < 0.4
+
+
+def test_relabelled_traces_run_as_python_says():
+    task = Repl(4)
+    tokens, state = plot.relabelled(task.batch(Stage(12, 3), 5, 0, "test", 0), 4)
+    assert tokens.shape[0] == 20 and len({tuple(row) for row in tokens.tolist()}) == 20
+    for row, after in zip(tokens.tolist(), state[:, -1].tolist()):
+        held, lines = {}, task.tokenizer.decode(row).splitlines()
+        for i, line in enumerate(lines):
+            if line.startswith(">>> print"):
+                assert lines[i + 1] == f"{line[11]} {held[line[11]]}"
+            elif line.startswith(">>> "):
+                exec(line[4:], {}, held)
+        assert [held[name] - 1 for name in "abcd"] == after
 
 
 def small_config():
