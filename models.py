@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import decay_scan, delta_rule
+from kernels import decay_scan, delta_rule, median_ms
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def init_weights(model):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# python models.py: every mixer, its size, and its three ways to run
+# python models.py: every mixer, its size, and its three ways to run; where a training step's time goes
 
 def main():
     cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, beta_max=2.0, n_householder=2)
@@ -321,7 +321,39 @@ def main():
         numbers = sum(x.numel() for block in state for x in nested(block)) // len(tokens)
         size = sum(p.numel() for p in model.parameters())
         print(f"{name:18s}{size:12,}{numbers:16,}{off[0]:16.0e}{off[1]:13.0e}")
-    print("last columns: largest difference to the whole sequence at once; the state is that after 60 tokens")
+    print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens\n")
+    time_a_step()
+
+
+def time_a_step(B=16, T=681, vocabulary=262):
+    """Print ms, forward and backward, of the parts of train.py's default model, each alone, on a batch of its
+    last stage: 16 traces of 64x8. Smaller than these: the data (train.py says how much), the optimiser."""
+    cfg = SimpleNamespace(model="deltanet", d_model=64, d_mlp=128, n_layer=1, n_head=1, beta_max=2.0)
+    model, tokens = LM(cfg, vocabulary, n_slots=5, n_classes=5), torch.randint(vocabulary, (B, T))
+    [block], optimizer = model.blocks, torch.optim.AdamW(model.parameters())
+    mixer, x, qkv, head = block.mixer, torch.randn(B, T, 64), torch.randn(B, T, 192), torch.randn(B, T, 1, 64)
+
+    def ms(f, *inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        return median_ms(lambda: f(*inputs).sum().backward(), 5)
+
+    def loss(hidden):
+        return F.cross_entropy(model.head(hidden).flatten(0, 1), tokens.flatten())
+
+    whole = ms(lambda: loss(model(tokens)[0])) + median_ms(optimizer.step, 5)
+    parts = {
+        "scan": ms(lambda q, k, v: delta_rule(q, k, v, mixer.beta(x))[0], head, head, head),
+        "projections": ms(mixer.qkv, x) + ms(mixer.out, x),
+        "convolution, SiLU": ms(lambda y: F.silu(mixer.conv(y)[0]), qkv),
+        "norms": 3 * ms(model.norm, x) + 2 * ms(lambda q: F.normalize(q, dim=-1), head),
+        "MLP": ms(block.mlp, x),
+        "head, loss": ms(loss, x),
+        "optimiser": median_ms(optimizer.step, 5),
+    }
+    parts["the rest"] = whole - sum(parts.values())
+    print(f"one step of the default model on {B} traces of {T} tokens: {whole:.0f} ms")
+    for name, part in parts.items():
+        print(f"{name:18s}{part:8.1f} ms{part / whole:7.0%}")
 
 
 def nested(state):

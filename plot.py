@@ -35,7 +35,9 @@ from train import load_model
 def lines(curves, x_label, y_label, title, chance=None):
     """-> a figure with one line and band per label. curves: {label: [(x, y), ...]}, a pair of 1-d arrays per
     seed. All seeds are drawn over the x of the longest, each keeping its last y after its end."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    many = len(curves) > 5
+    figure, axes = plt.subplots(figsize=(10 if many else 7, 4), layout="constrained")
+    axes.set_prop_cycle(color=plt.get_cmap("tab20" if len(curves) > 10 else "tab10").colors)
     for label, seeds in curves.items():
         x = max((x for x, _ in seeds), key=lambda x: x[-1])
         y = np.array([np.interp(x, *seed) for seed in seeds])             # (seeds, points)
@@ -46,7 +48,7 @@ def lines(curves, x_label, y_label, title, chance=None):
         axes.text(1, chance, "chance", transform=axes.get_yaxis_transform(), ha="right", va="bottom")
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, **({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if many else {}))
     return figure
 
 
@@ -69,8 +71,8 @@ def tiles(axes, cells, rows, columns):
 
 def load(folders, best):
     """-> {label: [(result, folder), ...]}: finished runs, grouped by all settings but the seed, labelled by
-    those that differ between groups. Of groups that differ in the setting `best` only, the one is kept whose
-    first seed has the highest mean over all that was evaluated."""
+    those that are not what most runs have. Of runs that otherwise differ in the setting `best` only, those
+    are kept whose value gave the first seed the highest mean over all that was evaluated."""
     runs = []
     for folder in map(Path, folders):
         try:
@@ -81,23 +83,26 @@ def load(folders, best):
     configs = [{k: v for k, v in result["config"].items() if k not in aside} for result, _ in runs]
     if best and best not in runs[0][0]["config"]:
         raise UserError(f"--best {best}: no setting of these runs; choose one of " + ", ".join(configs[0]))
-    varied = [k for k in configs[0] if k != "model" and len({str(c.get(k)) for c in configs}) > 1]
     groups = {}
     for run, config in zip(runs, configs):
-        label = ", ".join([config["model"], *(f"{k} {config[k]}" for k in varied)])
+        rare = [k for k in config if k != "model"
+                and 2 * sum(c.get(k) == config[k] for c in configs) <= len(configs)]
+        label = ", ".join([config["model"], *(f"{k} {config[k]}" for k in rare)])
         groups.setdefault(label, []).append(run)
     return {label: best_of(runs, best) if best else runs for label, runs in groups.items()}
 
 
 def best_of(runs, best):
-    """Of runs alike but for the seed and the setting `best`, those with its best value."""
-    seed = min(result["seed"] for result, _ in runs)
+    """Of runs alike but for the seed and the setting `best`, those with its best value (of two, that with
+    more runs)."""
+    by_value = {}
+    for run in runs:
+        by_value.setdefault(run[0]["config"][best], []).append(run)
 
-    def score(run):
-        return np.mean([row["reveal_acc"] for row in run[0]["eval"]])
-
-    winner = max((run for run in runs if run[0]["seed"] == seed), key=score)
-    return [run for run in runs if run[0]["config"][best] == winner[0]["config"][best]]
+    def score(runs):
+        first = min((result for result, _ in runs), key=lambda result: result["seed"])
+        return np.mean([row["reveal_acc"] for row in first["eval"]]), len(runs)
+    return max(by_value.values(), key=score)
 
 
 def curve(groups, at, window=10):
@@ -142,9 +147,10 @@ def scores(groups, at):
                 columns.append(f"{row['commands']}x{row['spacing']}")
                 cells.setdefault((label, columns[-1]), []).append(row["reveal_acc"])
     columns = list(dict.fromkeys(columns))
+    rows = sorted(groups, key=lambda row: -sum(np.median(cells.get((row, c), 0)) for c in columns))
     size = 4 + 0.8 * len(columns), 1 + 0.45 * len(groups)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
-    tiles(axes, cells, list(groups), columns)
+    tiles(axes, cells, rows, columns)
     axes.set(xlabel="commands x spacing", title="Reveal accuracy in %, median and range over seeds")
     return figure
 

@@ -1088,8 +1088,12 @@ def small_config():
 
 def readme_commands():
     """The lines of README.md's console blocks that start a file of this project, one shell word list each."""
-    blocks = re.findall(r"```(?:bash|console)\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    calls = [call for block in blocks for line in block.splitlines() for call in line.split("&&")]
+    calls, array = [], re.compile(r"^(\w+)=\((.*?)\)\n", re.S | re.M)     # of bash: same=(--seed 0,1 ...)
+    for block in re.findall(r"```(?:bash|console)\n(.*?)```", (HERE / "README.md").read_text(), re.S):
+        lines = array.sub("", block)
+        for name, words in array.findall(block):
+            lines = lines.replace(f'"${{{name}[@]}}"', " ".join(words.split("\n")))
+        calls += [call for line in lines.splitlines() for call in line.split("&&")]
     words = [shlex.split(re.sub(r"^[A-Z_]+=\S+ ", "", call), comments=True) for call in calls]
     return [call[1:] for call in words if call and call[0] == "python" and call[1] != "-m"]
 

@@ -647,6 +647,7 @@ def main(argv):
         print(f"device  {device} ({why}), {cfg.dtype}")
         for stage in eval_stages(cfg, task, stages):
             print(show_eval(evaluate(cfg, model, task, stage, device), task, stages))
+        print(f"read    in segments of {cfg.segment} tokens{peak_memory(device)}")
         return 0
 
     for cfg in configs:
