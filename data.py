@@ -120,10 +120,11 @@ class Batch:
     def to(self, device):
         return Batch(**{name: x if x is None else x.to(device) for name, x in vars(self).items()})
 
-    def cut(self, n):
-        """-> n batches, which hold the traces' first lines, the next, ...: about as many lines each."""
+    def cut(self, n, opening):
+        """-> n batches, of as many lines each, the first with `opening` more: the traces' parts in turn."""
         ends = self.line_end[0].nonzero()[:, 0] + 1                       # the same places in every trace
-        last = [ends[len(ends) * (i + 1) // n - 1].item() for i in range(n)]
+        lines = (len(ends) - opening) // n
+        last = [ends[opening + lines * (i + 1) - 1].item() for i in range(n)]
         tensors = {name: x for name, x in vars(self).items() if x is not None}
         return [Batch(**{name: x[:, first:past] for name, x in tensors.items()})
                 for first, past in zip([0, *last], last)]
@@ -188,7 +189,7 @@ class Repl:
             raise UserError(f"--n-vars {n_vars}: choose 2 to 9, as every value must be a single digit")
         one_of("--moves", moves, ("swap", "perm"))
         self.n_vars, self.moves, self.tokenizer = n_vars, moves, tokenizer or Tokenizer()
-        self.n_slots = self.n_classes = n_vars
+        self.n_slots = self.n_classes = self.opening = n_vars             # opening: lines before the commands
         self.chance = 1 / n_vars
         self.pairs = np.array(list(combinations(range(n_vars), 2)))       # (n(n-1)/2, 2)
 
@@ -329,6 +330,7 @@ class Group:
     next-token loss and no answer token. Raises UserError for an unknown group."""
     curriculum = "8x1 16x1 32x1 64x1"
     next_token = False                      # learned from the states alone
+    opening = 0                             # lines (here, tokens) before the first command
 
     def __init__(self, group="S5", tokenizer=None):
         one_of("--group", group, GROUPS)

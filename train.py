@@ -200,6 +200,8 @@ def check(cfg):
         raise UserError(f"--stage-samples times {len(stages)} stages is {total}: raise --max-samples to that")
     if cfg.warmup + cfg.cooldown > total:
         raise UserError(f"--warmup plus --cooldown is more than the run's {total} traces: lower them")
+    if cfg.carry > 1 and stages[-1].commands % stages[-1].spacing:
+        raise UserError(f"--carry: in the last stage, {stages[-1]}, the spacing must divide the commands")
     sized(cfg, len(task.tokenizer), task.n_slots, task.n_classes)
 
 
@@ -458,7 +460,7 @@ def train(cfg, task, stages, model, folder, device, saved=None):
             turn = (p["samples"] - p["stage_from"]) // cfg.batch_size % parts
             if turn == 0 or not pieces:
                 t, long = p["step"] - turn, stage._replace(commands=stage.commands * parts)
-                pieces = task.batch(long, cfg.batch_size, cfg.seed, "train", t).cut(parts)
+                pieces = task.batch(long, cfg.batch_size, cfg.seed, "train", t).cut(parts, task.opening)
             batch = pieces[turn].to(device)
             p["data_seconds"] += time.perf_counter() - began
 
