@@ -109,12 +109,15 @@ def curve(groups, at, window=10):
     """Reveal accuracy of training batches, mean of `window`, over traces seen."""
     curves = {}
     for label, runs in groups.items():
-        for _, folder in runs:
-            with open(folder / "metrics.csv", newline="") as file:
-                rows = list(csv.DictReader(file))
-            curves.setdefault(label, []).append(smooth(rows, window))
+        curves[label] = [smooth(metrics(folder), window) for _, folder in runs]
     return lines(curves, "traces seen", f"reveal accuracy, mean of {window} batches", "Learning to execute",
                  chance_of(groups))
+
+
+def metrics(folder):
+    """-> the rows of a run's metrics.csv, one a training step."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def smooth(rows, window=10):
@@ -195,9 +198,8 @@ def table(groups, path):
 def samples_to(accuracy, folder):
     """-> {(commands, spacing): traces, of all kinds, until ten batches of this stage were as right}, for the
     stages where that happened."""
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
     reached = {}
+    rows = metrics(folder)
     for stage, of_stage in groupby(rows, key=lambda row: (int(row["commands"]), int(row["spacing"]))):
         of_stage = list(of_stage)
         x, y = smooth(of_stage)

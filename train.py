@@ -12,7 +12,8 @@ times the mean over the state head's softmaxes at line ends (P2 section 4, "line
 
 Curriculum: stages LxS, L commands with a reveal after every S-th (P1 section 4). A stage is passed when
 reveals of fresh training traces are right often enough (--advance), or after a fixed number of traces
-(--stage-samples, as in P1).
+(--stage-samples, as in P1). With --carry n, the last stage's traces are n times as long and read in n steps,
+the state handed on, its gradient not (2507.02782): so a model meets the states that it will have far out.
 
 Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces.
 Constant, because with --advance nobody knows beforehand when the last stage will be passed; the fall starts
