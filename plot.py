@@ -42,7 +42,7 @@ def lines(curves, x_label, y_label, title, chance=None):
         x = max((x for x, _ in seeds), key=lambda x: x[-1])
         y = np.array([np.interp(x, *seed) for seed in seeds])             # (seeds, points)
         [line] = axes.plot(x, np.median(y, 0), label=f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})")
-        axes.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+        axes.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
     if chance is not None:
         axes.axhline(chance, color="gray", linestyle=":", linewidth=1)
         axes.text(1, chance, "chance", transform=axes.get_yaxis_transform(), ha="right", va="bottom")
@@ -136,6 +136,7 @@ def positions(groups, at):
             one_of(f"--at, in {folder}:", at, found)
             y = np.array(found[at])
             curves.setdefault(label, []).append((np.arange(1, len(y) + 1), y))
+    curves = dict(sorted(curves.items(), key=lambda item: -np.mean([y for _, y in item[1]])))
     commands, spacing = at.split("x")
     return lines(curves, f"reveal (one after every {spacing} commands)", "accuracy on held-out traces",
                  f"Tracking through {commands} commands", chance_of(groups))
