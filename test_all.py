@@ -816,10 +816,10 @@ def test_deltanet_tracks_parity_and_eigenvalues_in_01_do_not(tmp_path):
     accuracy = {}
     for beta_max in (2, 1):
         flags = ["--task", "group", "--group", "Z2", "--beta-max", beta_max, "--stage-samples", 4000,
-                 "--eval-at", "256x1", "--out", tmp_path]
+                 "--n-head", 4, "--eval-at", "256x1", "--out", tmp_path]
         assert train.main(list(map(str, flags))) == 0
         [path] = [p for p in tmp_path.glob("*/result.json") if ("beta_max" in str(p)) == (beta_max == 1)]
-        accuracy[beta_max] = json.loads(path.read_text())["eval"][0]["final_acc"]
+        accuracy[beta_max] = json.loads(path.read_text())["eval"][0]["reveal_acc"]
     assert accuracy[2] > 0.95 and accuracy[1] < 0.8, accuracy
 
 
