@@ -36,30 +36,6 @@ from kernels import decay_scan, delta_rule, median_ms
 # ----------------------------------------------------------------------------------------------------------
 # The linear RNNs: each is the one above it, and a line
 
-class Convolve(torch.autograd.Function):
-    """x (B, W-1+T, channels), weight (W, channels) -> y (B, T, channels), y_t = sum_i weight_i x_{t+i}.
-
-    Autograd would do, but on its way back it writes a whole x per tap; this takes half its time."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        T = x.shape[1] - len(weight) + 1
-        y = weight[0] * x[:, :T]
-        for i in range(1, len(weight)):
-            y.addcmul_(weight[i], x[:, i:i + T])
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dx, dweight, T = torch.zeros_like(x), torch.empty_like(weight), dy.shape[1]
-        for i in range(len(weight)):
-            dx[:, i:i + T].addcmul_(weight[i], dy)
-            dweight[i] = (dy * x[:, i:i + T]).sum((0, 1))
-        return dx, dweight
-
-
 class ShortConv(nn.Module):
     """Causal convolution over `width` tokens, each channel by itself. State: the last width - 1 inputs."""
 
@@ -68,10 +44,11 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, channels))
 
     def forward(self, x, state=None):
+        width, T = self.weight.shape[0], x.shape[1]
         if state is None:
-            state = x.new_zeros(x.shape[0], len(self.weight) - 1, x.shape[2])
-        T, x = x.shape[1], torch.cat([state.to(x.dtype), x], 1)           # (B, width-1+T, channels)
-        return Convolve.apply(x, self.weight.to(x.dtype)), x[:, T:]
+            state = x.new_zeros(x.shape[0], width - 1, x.shape[2])
+        x = torch.cat([state.to(x.dtype), x], 1)                          # (B, width-1+T, channels)
+        return sum(w * x[:, i:i + T] for i, w in enumerate(self.weight.to(x.dtype))), x[:, T:]
 
 
 class LinearAttention(nn.Module):
@@ -327,7 +304,7 @@ def main():
 
 def time_a_step(B=16, T=681, vocabulary=262):
     """Print ms, forward and backward, of the parts of train.py's default model, each alone, on a batch of its
-    last stage: 16 traces of 64x8. Smaller than these: the data (train.py says how much), the optimiser."""
+    last stage: 16 traces of 64x8. Data comes on top; train.py prints its share."""
     cfg = SimpleNamespace(model="deltanet", d_model=64, d_mlp=128, n_layer=1, n_head=1, beta_max=2.0)
     model, tokens = LM(cfg, vocabulary, n_slots=5, n_classes=5), torch.randint(vocabulary, (B, T))
     [block], optimizer = model.blocks, torch.optim.AdamW(model.parameters())
