@@ -78,7 +78,11 @@ def delta_rule_loop(q, k, v, beta, g, S):
 # With a gate, let c = cumsum(log g) within the chunk; gamma = exp(c) is the decay since its start,
 # rho = exp(c_C - c) until its end, R_ij = exp(c_i - c_j) between two steps. A and P are multiplied by R entry
 # by entry. K becomes gamma K where it reads S (K_in) and rho K where it makes S' (K_out), Q becomes gamma Q
-# (Q_in), and S' starts from gamma_C S.
+# (Q_in), and S' starts from gamma_C S. Each of these carries dc_i, what a change of c_i changes:
+#
+#     dc = rows of (dP QK^T + G KK^T) less its columns + Q (dO S^T) - K_in (dX S^T) - K_out (D dS'^T)
+#
+# summed over K in the last three, and c_C also carries the last term's sum and <gamma_C S, dS'>.
 #
 # (I + A)^-1 is a triangular solve. Its popular rival (I - A)(I + A^2)(I + A^4)... is equal on paper and NaN
 # at beta = 2 with repeated keys, where the powers of A grow before they vanish.
@@ -99,12 +103,14 @@ def from_chunks(x, B, T):
     return x.reshape(B, N * C, BH // B, *x.shape[4:])[:, :T]
 
 
-def decays(c):
-    """Cumulative log-gates c (N, BH, C) -> gamma and rho (.., C, 1), gamma_C (.., 1, 1), R (.., C, C)."""
-    past = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool, device=c.device).tril()
-    between = (c[..., :, None] - c[..., None, :]).masked_fill(~past, -torch.inf)  # first: exp may overflow
-    last = c[..., -1:]
-    return c.exp()[..., None], (last - c).exp()[..., None], last.exp()[..., None], between.exp()
+def decays(g):
+    """Log-gates g (N, BH, C) -> gamma and rho (.., C, 1), gamma_C (.., 1, 1), R (.., C, C).
+
+    c_i - c_j is summed anew for each j: a difference of two long sums would have the rounding of both."""
+    past = torch.ones(g.shape[-1], g.shape[-1], dtype=g.dtype, device=g.device).tril()
+    R = (past @ (g[..., None] * past.tril(-1))).exp().tril()
+    gamma = g.cumsum(-1).exp()[..., None]
+    return gamma, R[..., -1, :, None], gamma[..., -1:, :], R
 
 
 class DeltaRuleChunks(torch.autograd.Function):
@@ -115,15 +121,16 @@ class DeltaRuleChunks(torch.autograd.Function):
         B, T, H, _ = k.shape
         Q, K, V, beta = (to_chunks(x, C) for x in (q, k, v, beta))       # (N, BH, C, K), ..., (N, BH, C)
         KK = K @ K.mT                                                    # (N, BH, C, C)
-        # |k|^2 is taken from the product that makes A: numerator and denominator of the projector then carry
-        # the same rounding, and 65,536 reflections in fp32 cost 1e-5 of the state instead of 1e-2
+        # |k|^2 is taken from the product that makes A, and A divides by it before anything else: for equal keys
+        # it is beta to the last bit, and 65,536 reflections in fp32 cost 1e-5 of the state instead of 1e-2
         norm2 = KK.diagonal(dim1=-2, dim2=-1)
         alive = norm2 > 0
-        b = torch.where(alive, beta / norm2.where(alive, 1), 0)
-        A, P = (b[..., None] * KK).tril(-1), (Q @ K.mT).tril()
+        norm2 = norm2.where(alive, 1)
+        b = torch.where(alive, beta / norm2, 0)
+        A, P = (beta[..., None] * (KK / norm2[..., None])).tril(-1), (Q @ K.mT).tril()
         Q_in, K_in, K_out, gamma, rho, gamma_C, R = Q, K, K, None, None, None, None
         if g is not None:
-            gamma, rho, gamma_C, R = decays(to_chunks(g, C).cumsum(-1))
+            gamma, rho, gamma_C, R = decays(to_chunks(g, C))
             Q_in, K_in, K_out, A, P = gamma * Q, gamma * K, rho * K, R * A, R * P
         eye = torch.eye(C, dtype=A.dtype, device=A.device).expand_as(A)
         M = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
@@ -160,23 +167,23 @@ class DeltaRuleChunks(torch.autograd.Function):
         ends = torch.stack(ends[::-1])
 
         dP, dA = (dO @ D.mT).tril(), -(dY @ D.mT).tril(-1)
-        dQ, dK, dK_in = dO @ S.mT, D @ ends.mT, dX @ S.mT
+        dQ, dK_in, dK_out = dO @ S.mT, dX @ S.mT, D @ ends.mT
         if gated:
-            dP, dA, dQ, dK, dK_in = R * dP, R * dA, gamma * dQ, rho * dK, gamma * dK_in
+            dP, dA, dQ, dK_in, dK_out = R * dP, R * dA, gamma * dQ, gamma * dK_in, rho * dK_out
         G = b[..., None] * dA
-        dQ = dQ + dP @ K
-        dK = dK - dK_in + dP.mT @ Q + (G + G.mT) @ K
+        dq = dQ + dP @ K
+        dK = dK_out - dK_in + dP.mT @ Q + (G + G.mT) @ K
         db = (dY * X).sum(-1) + (dA * KK).sum(-1)
         norm2 = KK.diagonal(dim1=-2, dim2=-1).where(alive, 1)
         dbeta = torch.where(alive, db / norm2, 0)
         dK = dK - (2 * beta * dbeta / norm2)[..., None] * K
         dg = None
-        if gated:  # c is in R (twice), in Q_in, K_in and K_out, and its last entry in K_out and gamma_C
-            W, out = dP * (Q @ K.mT) + G * KK, (D * (K_out @ ends)).sum(-1)
-            dc = W.sum(-1) - W.sum(-2) + (dO * (Q_in @ S)).sum(-1) - (dX * (K_in @ S)).sum(-1) - out
+        if gated:
+            W, out = dP * (Q @ K.mT) + G * KK, (K * dK_out).sum(-1)
+            dc = W.sum(-1) - W.sum(-2) + (Q * dQ).sum(-1) - (K * dK_in).sum(-1) - out
             dc[..., -1] += out.sum(-1) + (gamma_C * S * ends).sum((-2, -1))
             dg = from_chunks(dc.flip(-1).cumsum(-1).flip(-1), ctx.B, ctx.T)
-        dq, dk, dv, dbeta = (from_chunks(x, ctx.B, ctx.T) for x in (dQ, dK, dX, dbeta))
+        dq, dk, dv, dbeta = (from_chunks(x, ctx.B, ctx.T) for x in (dq, dK, dX, dbeta))
         return dq, dk, dv, dbeta, dg, dS.unflatten(0, heads), None
 
 
@@ -236,7 +243,7 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
         Q_in, P, a_C = Q, (Q @ K_out.mT).tril(), [1] * len(V)
         if a is not None:
             log_a = to_chunks(a.to(dtype).abs().clamp(min=math.exp(LOG_MIN)).log(), C)
-            gamma, rho, gamma_C, R = decays(log_a.cumsum(-1))
+            gamma, rho, gamma_C, R = decays(log_a)
             flips = to_chunks((a < 0).to(dtype), C).cumsum(-1)[..., None]
             sign = 1 - 2 * (flips % 2)                                   # (N, BH, C, 1)  of the product
             Q_in, P = gamma * sign * Q, R * sign * sign.mT * P

@@ -340,12 +340,13 @@ def test_a_scan_may_be_split_anywhere():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_65536_reflections_keep_the_state(dtype):
-    """Eigenvalue -1, one key, over and over: parity. In bf16, the key is not even of unit length."""
-    q, k, v, beta = example("identical", B=1, T=65536, H=1, K=32, V=8, dtype=dtype)
+    """Eigenvalue -1, one key, over and over: parity, for 32 keys. In bf16 they are not even of unit length. With
+    a rounded 2 / |k|^2 in place of A's division, every seventh key is off by up to 5e-3."""
+    q, k, v, beta = example("identical", B=1, T=65536, H=32, K=16, V=4, dtype=dtype)
     with torch.no_grad():
         _, truth = delta_rule(*(x.double() for x in (q, k, v, beta)), backend="loop")
         _, S = delta_rule(q, k, v, beta, backend="torch")
-    assert errors([S], [truth])[0] < 1e-3
+    assert max(errors(S[0], truth[0])) < 1e-4
 
 
 def test_without_the_projector_form_bf16_keys_would_explode_or_die():
