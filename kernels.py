@@ -1,5 +1,6 @@
 """
-The scans: how a linear RNN moves its state. First a loop that cannot be misread, then chunks of many steps.
+The scans: how a linear RNN moves its state. First a loop that cannot be misread, then chunks of many steps,
+then the same chunks as GPU kernels.
 
 The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and a gate g_t = exp(log g_t) in (0, 1]:
 
@@ -20,6 +21,7 @@ Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chu
 
     delta_rule(..., backend="loop")    the truth: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
+    delta_rule(..., backend="triton")  the same on a GPU, in one kernel forward and two backward
     decay_scan(...)                    the diagonal cousin S_t = a_t S_{t-1} + k_t v_t^T
 
 Check and time them:   python kernels.py
@@ -27,12 +29,23 @@ Check and time them:   python kernels.py
 Sources: chunks, Yang et al. 2406.06484; the gate, Yang et al. 2412.06464; eigenvalues down to -1, Grazzi et
 al. 2411.12537. Not here: layers (models.py).
 """
+import functools
+import itertools
 import math
+import os
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+    jit, kernel = triton.jit, triton.jit(do_not_specialize=["T", "N"])   # one build for all lengths
+except ImportError:
+    triton, tl, jit, kernel = None, SimpleNamespace(constexpr=lambda x: x), lambda f: f, lambda f: f
 
 LOG_MIN = -30.0  # log-gates are clamped here: e^-30 forgets all there was, and cumulative sums stay accurate
 
@@ -121,8 +134,8 @@ class DeltaRuleChunks(torch.autograd.Function):
         B, T, H, _ = k.shape
         Q, K, V, beta = (to_chunks(x, C) for x in (q, k, v, beta))       # (N, BH, C, K), ..., (N, BH, C)
         KK = K @ K.mT                                                    # (N, BH, C, C)
-        # |k|^2 is taken from the product that makes A, and A divides by it before anything else: for equal keys
-        # it is beta to the last bit, and 65,536 reflections in fp32 cost 1e-5 of the state instead of 1e-2
+        # |k|^2 is taken from the product that makes A, and A divides by it before all else: for equal keys it
+        # is beta to the last bit, and 65,536 reflections in fp32 cost 1e-5 of the state instead of 1e-2
         norm2 = KK.diagonal(dim1=-2, dim2=-1)
         alive = norm2 > 0
         norm2 = norm2.where(alive, 1)
@@ -188,42 +201,380 @@ class DeltaRuleChunks(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# The same chunks on a GPU
+#
+# forward_kernel: a program takes one head and BV columns of its state, which it keeps in registers while it
+# walks through the chunks. For the backward it saves M, D and the S that each chunk starts from.
+# backward_state_kernel walks back in the same way with dS', and saves dY and each chunk's dS'. With these,
+# each chunk can do the rest by itself: backward_inputs_kernel, a program a chunk.
+#
+# Capitals are tiles, small letters where they lie in memory; K is n_k wide and padded to BK. A name with a t
+# is a transpose: a program holds St, its columns of S as rows, so that all products have 16 rows. Less than
+# 64 of them keeps Triton from Hopper's newest matrix instructions, on which scans like this one have come out
+# wrong (flash-linear-attention's issues 640 and 984).
+#
+# Tensor cores multiply bf16, and a state that is read through bf16 has lost a tenth of itself after 4,096
+# reflections. But an fp32 number is the sum of three in bf16. So S times a bf16 key is three products, to the
+# last bit. What only leaves the state, for an output in bf16, is worth two. With fp32 keys it takes six.
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
+
+
+@jit
+def parts(x):
+    """x in fp32 -> three tiles in bf16, whose sum it is."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+
+
+@jit
+def multiply(a, b, c):
+    """c + a b, a and b in bf16."""
+    if INTERPRETED:                                                      # it cannot compute in bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c)
+
+
+@jit
+def dot(a, b, PARTS: tl.constexpr):
+    """a b in fp32, as if fp32 numbers had PARTS times 8 bits; bf16 ones count as they are."""
+    c = tl.zeros((a.shape[0], b.shape[1]), tl.float32)
+    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        c = multiply(a, b, c)
+    elif b.dtype == tl.bfloat16:
+        a1, a2, a3 = parts(a)
+        c = multiply(a3, b, c) if PARTS == 3 else c
+        c = multiply(a1, b, multiply(a2, b, c))                          # the small ones first
+    elif a.dtype == tl.bfloat16:
+        b1, b2, b3 = parts(b)
+        c = multiply(a, b3, c) if PARTS == 3 else c
+        c = multiply(a, b1, multiply(a, b2, c))
+    else:
+        a1, a2, a3 = parts(a)
+        b1, b2, b3 = parts(b)
+        c = multiply(a2, b2, multiply(a1, b3, multiply(a3, b1, c))) if PARTS == 3 else c
+        c = multiply(a1, b1, multiply(a1, b2, multiply(a2, b1, c)))
+    return c
+
+
+@jit
+def read(x, row, exists, column, width):
+    """Rows of x (..., width), zeros where there is nothing to read."""
+    exists = exists[:, None] & (column < width)[None, :]
+    return tl.load(x + row[:, None] * width + column[None, :], exists, 0.0)
+
+
+@jit
+def write(x, row, exists, column, width, tile):
+    exists = exists[:, None] & (column < width)[None, :]
+    tl.store(x + row[:, None] * width + column[None, :], tile, exists)
+
+
+@jit
+def steps_of(n, bh, T, H, C: tl.constexpr):
+    """Chunk n of head bh -> its steps' rows in a (B, T, H, ...) tensor, and which of them exist."""
+    t = n * C + tl.arange(0, C)
+    return (bh // H * T + t) * H + bh % H, t < T
+
+
+@jit
+def projector(K, beta):
+    """-> K K^T, |k|^2 as its diagonal has it, b = beta / |k|^2."""
+    i = tl.arange(0, K.shape[0])
+    KK = dot(K, tl.trans(K), 3)
+    norm2 = tl.sum(tl.where(i[:, None] == i[None, :], KK, 0.0), 1)
+    norm2 = tl.where(norm2 > 0, norm2, float("inf"))                     # a zero key writes nothing
+    return KK, norm2, tl.div_rn(beta, norm2)
+
+
+@jit
+def gates(g, row, exists, C: tl.constexpr, GATED: tl.constexpr):
+    """-> gamma and rho (C), gamma_C, R (C, C), as in `decays`."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if GATED:
+        G = tl.load(g + row, exists, 0.0)
+        R = tl.where(i >= j, tl.exp(tl.cumsum(tl.where(i > j, G[:, None], 0.0), 0)), 0.0)
+        return tl.exp(tl.cumsum(G, 0)), tl.sum(tl.where(i == C - 1, R, 0.0), 0), tl.exp(tl.sum(G, 0)), R
+    else:
+        one = tl.full((C,), 1.0, tl.float32)
+        return one, one, 1.0, tl.where(i >= j, 1.0, 0.0)
+
+
+@jit
+def inverse(A, C: tl.constexpr):
+    """(I + A)^-1 of a triangular A. Once the diagonal blocks of 1, 2, 4, ... are done, what lies between two
+    of them is -M A M: products only, but no powers of A."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    M = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
+    for level in tl.static_range(1, 4):                                  # blocks of 2, 4, 8
+        between = (i // 2 ** level != j // 2 ** level) & (i // 2 ** (level + 1) == j // 2 ** (level + 1))
+        M -= dot(dot(M, tl.where(between, A, 0.0), 3), M, 3)
+    return M
+
+
+@kernel
+def forward_kernel(q, k, v, beta, g, start, o, end, d, m, starts, T, N, H, n_k, n_v, C: tl.constexpr,
+                   BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, OUT: tl.constexpr):
+    bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, ks, vs = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    St = tl.trans(read(start, bh * n_k + ks, ks < n_k, vs, n_v))
+    for n in range(N):
+        row, exists = steps_of(n, bh, T, H, C)
+        K, Q = read(k, row, exists, ks, n_k), read(q, row, exists, ks, n_k)
+        Beta = tl.load(beta + row, exists, 0.0)
+        KK, norm2, b = projector(K, Beta)
+        gamma, rho, gamma_C, R = gates(g, row, exists, C, GATED)
+        Pt = tl.trans(R) * dot(K, tl.trans(Q), OUT)
+        At = Beta[None, :] * tl.div_rn(KK, norm2[None, :]) * tl.trans(R)
+        Mt = inverse(tl.where(i[:, None] < i[None, :], At, 0.0), C)
+        write(starts, (bh * N + n) * n_v + vs, vs < n_v, ks, n_k, St)
+        if tile == 0:
+            write(m, (bh * N + n) * C + i, i < C, i, C, Mt)
+
+        K = read(k, row, exists, ks, n_k)                                # again: to keep it costs registers
+        Xt = tl.trans(read(v, row, exists, vs, n_v)).to(tl.float32) - gamma[None, :] * dot(St, tl.trans(K), 3)
+        Dt = dot(b[None, :] * Xt, Mt, 3)
+        Ot = gamma[None, :] * dot(St, tl.trans(Q), OUT) + dot(Dt, Pt, OUT)
+        write(o, row, exists, vs, n_v, tl.trans(Ot))
+        write(d, row, exists, vs, n_v, tl.trans(Dt))
+        St = gamma_C * St + dot(rho[None, :] * Dt, read(k, row, exists, ks, n_k), 3)
+    write(end, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(St))
+
+
+@kernel
+def backward_state_kernel(q, k, beta, g, m, do, dend, dy, ends, dstart, T, N, H, n_k, n_v, C: tl.constexpr,
+                          BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, OUT: tl.constexpr):
+    bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, ks, vs = tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    dSt = tl.trans(read(dend, bh * n_k + ks, ks < n_k, vs, n_v))
+    for back in range(N):
+        n = N - 1 - back
+        row, exists = steps_of(n, bh, T, H, C)
+        write(ends, (bh * N + n) * n_v + vs, vs < n_v, ks, n_k, dSt)
+        K, Q = read(k, row, exists, ks, n_k), read(q, row, exists, ks, n_k)
+        _, _, b = projector(K, tl.load(beta + row, exists, 0.0))
+        gamma, rho, gamma_C, R = gates(g, row, exists, C, GATED)
+        P, Mt = R * dot(Q, tl.trans(K), OUT), read(m, (bh * N + n) * C + i, i < C, i, C)
+
+        dOt = tl.trans(read(do, row, exists, vs, n_v))
+        dDt = dot(dOt, P, OUT) + rho[None, :] * dot(dSt, tl.trans(K), 3)
+        dYt = dot(dDt, tl.trans(Mt), 3)
+        write(dy, row, exists, vs, n_v, tl.trans(dYt))
+        dSt = gamma_C * dSt + dot(gamma[None, :] * dOt.to(tl.float32), Q, OUT)
+        dSt -= dot((gamma * b)[None, :] * dYt, read(k, row, exists, ks, n_k), 3)
+    write(dstart, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(dSt))
+
+
+@kernel
+def backward_inputs_kernel(q, k, v, beta, g, d, starts, do, dy, ends, dq, dk, dv, dbeta, dg, T, N, H, n_k,
+                           n_v, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr,
+                           OUT: tl.constexpr):
+    bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0) % N
+    i, j, ks = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)
+    row, exists = steps_of(n, bh, T, H, C)
+    K, Q = read(k, row, exists, ks, n_k), read(q, row, exists, ks, n_k)
+    Beta = tl.load(beta + row, exists, 0.0)
+    KK, norm2, b = projector(K, Beta)
+    if GATED:
+        QK = dot(Q, tl.trans(K), OUT)
+
+    small, wide = tl.zeros((C, C), tl.float32), tl.zeros((C, BK), tl.float32)
+    dP, dPt, dA, dAt, dQ, dK_in, dK_out = small, small, small, small, wide, wide, wide
+    db, kept = tl.zeros((C,), tl.float32), 0.0
+    for first in range(0, n_v, BV):
+        vs = first + tl.arange(0, BV)
+        D, dY = read(d, row, exists, vs, n_v), read(dy, row, exists, vs, n_v)
+        dO = read(do, row, exists, vs, n_v)
+        write(dv, row, exists, vs, n_v, b[:, None] * dY.to(tl.float32))
+        db += tl.sum(dY.to(tl.float32) * read(v, row, exists, vs, n_v).to(tl.float32), 1)
+        dP += dot(dO, tl.trans(D), OUT)
+        dPt += dot(D, tl.trans(dO), OUT)
+        dA -= dot(dY, tl.trans(D), OUT)
+        dAt -= dot(D, tl.trans(dY), OUT)
+        St = read(starts, (bh * N + n) * n_v + vs, vs < n_v, ks, n_k)
+        dSt = read(ends, (bh * N + n) * n_v + vs, vs < n_v, ks, n_k)
+        dQ += dot(dO, St, OUT)
+        dK_in += dot(dY, St, OUT)
+        dK_out += dot(D, dSt, OUT)
+        if GATED:
+            kept += tl.sum(tl.sum(St.to(tl.float32) * dSt.to(tl.float32), 1), 0)
+
+    gamma, rho, gamma_C, R = gates(g, row, exists, C, GATED)
+    Rt = tl.trans(R)
+    dQ, dK_in, dK_out = gamma[:, None] * dQ, gamma[:, None] * dK_in, rho[:, None] * dK_out
+    dP, dPt, dA, dAt = R * dP, Rt * dPt, tl.where(i > j, R * dA, 0.0), tl.where(i < j, Rt * dAt, 0.0)
+    G, Gt = b[:, None] * dA, b[None, :] * dAt
+    K, Q = read(k, row, exists, ks, n_k), read(q, row, exists, ks, n_k)
+    K32, Q32 = K.to(tl.float32), Q.to(tl.float32)
+    db += tl.sum(dA * KK, 1) - tl.sum(K32 * dK_in, 1)                    # dY X = dY V - dY (K_in S)
+    dBeta, dK_in = tl.div_rn(db, norm2), b[:, None] * dK_in
+    dK = dK_out - dK_in + dot(dPt, Q, OUT) + dot(G + Gt, K, OUT)
+    write(dq, row, exists, ks, n_k, dQ + dot(dP, K, OUT))
+    write(dk, row, exists, ks, n_k, dK - (2 * tl.div_rn(Beta * dBeta, norm2))[:, None] * K32)
+    tl.store(dbeta + row, dBeta, exists)
+    if GATED:
+        W, out = dP * QK + G * KK, tl.sum(K32 * dK_out, 1)
+        dc = tl.sum(W, 1) - tl.sum(W, 0) + tl.sum(Q32 * dQ, 1) - tl.sum(K32 * dK_in, 1) - out
+        dc += tl.where(tl.arange(0, C) == C - 1, tl.sum(out, 0) + gamma_C * kept, 0.0)
+        tl.store(dg + row, tl.cumsum(dc, 0, reverse=True), exists)
+
+
+@jit
+def step_kernel(q, k, v, beta, g, start, o, end, n_k, n_v, BK: tl.constexpr, BV: tl.constexpr,
+                GATED: tl.constexpr):
+    """The loop's body once, T = 1: for decoding, where a chunk would be mostly padding."""
+    bh = tl.program_id(0).to(tl.int64)
+    ks, vs = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    K = tl.load(k + bh * n_k + ks, ks < n_k, 0.0).to(tl.float32)[:, None]
+    Q = tl.load(q + bh * n_k + ks, ks < n_k, 0.0).to(tl.float32)[:, None]
+    V = tl.load(v + bh * n_v + vs, vs < n_v, 0.0).to(tl.float32)
+    S = read(start, bh * n_k + ks, ks < n_k, vs, n_v)
+    if GATED:
+        S *= tl.exp(tl.load(g + bh))
+    norm2 = tl.sum(tl.sum(K * K, 1), 0)
+    b = tl.div_rn(tl.load(beta + bh), tl.where(norm2 > 0, norm2, float("inf")))
+    S += K * (b * (V - tl.sum(K * S, 0)))[None, :]
+    tl.store(o + bh * n_v + vs, tl.sum(Q * S, 0), vs < n_v)
+    write(end, bh * n_k + ks, ks < n_k, vs, n_v, S)
+
+
+CHUNK, WIDEST = 16, 128                                  # with chunks of 32, the registers overflow
+WARPS = {16: 1, 32: 2, 64: 4, 128: 8}                    # by K, rounded up
+
+
+def settings(K, V, dtype, gated):
+    """-> what the three kernels are compiled with: the sizes of tiles, whether there is a gate, how many
+    parts a number has on its way out (wide fp32 keys have no registers for a third), warps."""
+    BK = max(16, triton.next_power_of_2(K))
+    OUT = 3 if dtype == torch.float32 and BK <= 64 else 2
+    return dict(C=CHUNK, BK=BK, BV=16, GATED=gated, OUT=OUT, num_warps=WARPS[BK], num_stages=1)
+
+
+class DeltaRuleTriton(torch.autograd.Function):
+    """The three kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g may be None."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, beta, g, state):
+        q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
+        (B, T, H, K), V, N = k.shape, v.shape[-1], -(-k.shape[1] // CHUNK)
+        o, end, d = torch.empty_like(v), torch.empty_like(state), torch.empty_like(v)
+        m, starts = state.new_empty(B * H, N, CHUNK, CHUNK), v.new_empty(B * H, N, V, K)
+        ctx.grid, ctx.settings = (B * H, -(-V // 16)), settings(K, V, k.dtype, g is not None)
+        forward_kernel[ctx.grid](q, k, v, beta, g, state, o, end, d, m, starts, T, N, H, K, V, **ctx.settings)
+        ctx.save_for_backward(q, k, v, beta, g, d, m, starts)
+        return o, end
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dend):
+        q, k, v, beta, g, d, m, starts = ctx.saved_tensors
+        do, dend = do.contiguous(), dend.contiguous()
+        (B, T, H, K), V, N = k.shape, v.shape[-1], starts.shape[1]
+        dy, ends, dstart = torch.empty_like(v), torch.empty_like(starts), torch.empty_like(dend)
+        dq, dk, dv, dbeta, dg = (x if x is None else torch.empty_like(x) for x in (q, k, v, beta, g))
+        backward_state_kernel[ctx.grid](q, k, beta, g, m, do, dend, dy, ends, dstart,
+                                        T, N, H, K, V, **ctx.settings)
+        backward_inputs_kernel[(B * H * N,)](q, k, v, beta, g, d, starts, do, dy, ends, dq, dk, dv, dbeta, dg,
+                                             T, N, H, K, V, **ctx.settings)
+        return dq, dk, dv, dbeta, dg, dstart
+
+
+def triton_step(q, k, v, beta, g, state):
+    """One step without a backward. Arguments and results as above, T = 1."""
+    q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
+    (B, _, H, K), V, o, end = k.shape, v.shape[-1], torch.empty_like(v), torch.empty_like(state)
+    sizes = dict(BK=triton.next_power_of_2(K), BV=32, GATED=g is not None, num_warps=1)
+    step_kernel[B * H, -(-V // 32)](q, k, v, beta, g, state, o, end, K, V, **sizes)
+    return o, end
+
+
+# ----------------------------------------------------------------------------------------------------------
 # One door to all of them
 
-BACKENDS = ("loop", "torch")
+BACKENDS = ("loop", "torch", "triton")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2,    # of `errors` after 100 steps;
+             torch.float16: 1e-3}                                                # after 1,000, ten times that
 
 
-def resolve_backend(backend="auto"):
-    """-> the backend that `backend` means here, and why."""
-    return ("torch", "chunks, on any device") if backend == "auto" else (backend, "as asked")
+def why_not_triton(device, dtype, K, V):
+    """-> what keeps the kernels from such tensors, or None. The first time, they are tried out: kernels that
+    compile and compute something else have been seen (flash-linear-attention's issue 984)."""
+    if triton is None:
+        return "the package triton is not installed"
+    if device.type != "cuda" and not INTERPRETED:
+        return f"tensors are on the {device.type}, kernels run on a CUDA GPU"
+    if dtype == torch.float64:
+        return "the kernels compute in fp32"
+    if max(K, V) > WIDEST:
+        return f"heads are {max(K, V)} wide, the kernels take {WIDEST}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than sm_80"
+    error = 0 if INTERPRETED else tried_out(device, dtype, K, V)
+    return f"on this GPU they are off by {error:.0e}" if error > TOLERANCE[dtype] else None
+
+
+@functools.cache
+def tried_out(device, dtype, K, V):
+    """-> the largest error of the kernels on a short sequence, with a gate and without."""
+    worst = 0
+    with torch.inference_mode(False), torch.enable_grad():
+        for g in (None, -torch.rand(1, 40, 2, device=device)):
+            inputs = [*(x.to(device, dtype) for x in example("random", 1, 40, 2, K, V)), g]
+            truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
+            worst = max(worst, *errors(with_gradients(inputs, "triton"), truth))
+    return worst
+
+
+def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=64):
+    """-> the backend for tensors of this device, dtype and width of heads, and why this one. ValueError if it
+    is asked for and cannot be had."""
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend '{backend}': choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+    device = torch.device(device)
+    if backend == "auto" and device.type != "cuda":
+        return "torch", "chunks, on any device"
+    if backend in ("loop", "torch"):
+        return backend, "as asked"
+    obstacle = why_not_triton(device, torch.float32 if dtype == torch.float16 else dtype, K, V)
+    if obstacle and backend == "triton":
+        raise ValueError(f"backend 'triton': {obstacle}; use 'torch'")
+    return ("torch", f"not triton: {obstacle}") if obstacle else ("triton", "kernels for this GPU")
 
 
 def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     """The delta rule of this file's first lines.
 
-    q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H), in fp64, fp32, bf16 or fp16; any T >= 1. g: None, or
-    log-gates (B, T, H) <= 0, clamped at -30. state: None for zeros, or (B, H, K, V). chunk: steps a chunk,
-    None for a good number. backend: "auto", "loop" or "torch". Returns o (B, T, H, V) in v's dtype, and the
-    last state (B, H, K, V). Sums and state are fp32 (fp64 if v is), also under autocast. Differentiable in
-    every tensor. Raises ValueError for shapes that do not fit."""
+    q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H), in fp64, fp32, bf16 or fp16; any T >= 1, any strides.
+    g: None, or log-gates (B, T, H) <= 0, clamped at -30. state: None for zeros, or (B, H, K, V). backend:
+    "auto" (triton on a GPU, else torch), or one of BACKENDS. chunk: steps a chunk for torch, None for a good
+    number; triton has its own. Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and
+    state are fp32 (fp64 if v is), also under autocast. Differentiable in every tensor. beta is taken as is:
+    outside [0, 2] an eigenvalue leaves [-1, 1], and over time the state explodes, in every backend alike.
+    Raises ValueError for shapes that do not fit and for a backend that cannot be had, saying why."""
     B, T, H, K = k.shape
     V = v.shape[-1]
     for name, x, shape in (("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("beta", beta, (B, T, H)),
                            ("g", g, (B, T, H)), ("state", state, (B, H, K, V))):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} is {tuple(x.shape)}, but beside k {tuple(k.shape)} it must be {shape}")
-    backend, _ = resolve_backend(backend)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend '{backend}': choose auto, {' or '.join(BACKENDS)}")
+        if x is not None and x.device != k.device:
+            raise ValueError(f"{name} is on {x.device}, but k on {k.device}: move one of them")
     dtype = torch.promote_types(v.dtype, torch.float32)
+    inner = torch.bfloat16 if {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} else dtype
+    backend, _ = resolve_backend(backend, v.device, inner, K, V)
     with torch.autocast(v.device.type, enabled=False):
-        q, k, x, beta = (x.to(dtype) for x in (q, k, v, beta))
-        g = g if g is None else g.to(dtype).clamp(min=LOG_MIN)
-        S = x.new_zeros(B, H, K, V) if state is None else state.to(dtype)
+        q, k, x = (x.to(inner if backend == "triton" else dtype) for x in (q, k, v))
+        beta, g = beta.to(dtype), g if g is None else g.to(dtype).clamp(min=LOG_MIN)
+        S = x.new_zeros(B, H, K, V, dtype=dtype) if state is None else state.to(dtype)
         if backend == "loop":
             o, S = delta_rule_loop(q, k, x, beta, g, S)
-        else:
+        elif backend == "torch":
             o, S = DeltaRuleChunks.apply(q, k, x, beta, g, S, min(chunk or (16 if K <= 16 else 32), T))
+        else:
+            scan = triton_step if T == 1 and not torch.is_grad_enabled() else DeltaRuleTriton.apply
+            o, S = scan(q, k, x, beta, g, S)
     return o.to(v.dtype), S
 
 
@@ -259,9 +610,14 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
 # ----------------------------------------------------------------------------------------------------------
 # python kernels.py: every backend against the loop in float64, then the clock
 
+EXAMPLES = ("random", "unnormalised", "identical", "transpositions", "zero")
+
+
 def example(kind, B=2, T=100, H=2, K=16, V=16, dtype=torch.float64, seed=0):
     """Inputs q, k, v, beta that a scan must survive. kind: random, unnormalised, identical (keys, beta 2:
     parity), transpositions (keys e_i - e_j, beta 2: swaps of five values), zero (beta 0)."""
+    if kind not in EXAMPLES:
+        raise ValueError(f"example {kind}: choose one of {', '.join(EXAMPLES)}")
     rng = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(B, T, H, n, generator=rng, dtype=torch.float64) for n in (K, K, V))
     beta = torch.full((B, T, H), 2.0, dtype=torch.float64)
@@ -298,45 +654,106 @@ def with_gradients(inputs, backend, **options):
 
 
 def median_ms(f, runs):
-    f()                                                                  # the first call pays for memory
+    """Milliseconds a call of f, the median of `runs`, once what it needs is built."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    f()
     seconds = []
     for _ in range(runs):
+        wait()
         start = time.perf_counter()
         f()
+        wait()
         seconds.append(time.perf_counter() - start)
     return 1e3 * sorted(seconds)[runs // 2]
 
 
+TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
+
+
+def check(device, backend, dtype, K=16, V=16, lengths=(1, 2, 15, 16, 17, 100, 1000)):
+    """Print a row: the largest error of each tensor, against the loop in float64 on the same numbers, over
+    kinds of keys, lengths, and none, a weak and a strong gate. Exit where it is above TOLERANCE."""
+    worst = dict.fromkeys(TENSORS, 0)
+    for kind, T, gate in itertools.product(EXAMPLES, lengths, (None, 0.1, 20)):
+        inputs = [x.to(device, dtype) for x in example(kind, 1, T, 2, K, V)]
+        g = gate if gate is None else -gate * torch.rand(1, T, 2, generator=torch.Generator().manual_seed(2))
+        inputs += [g if g is None else g.to(device), torch.ones(1, 2, K, V, device=device)]
+        truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
+        names = [name for name in TENSORS if name != "dg" or g is not None]
+        for name, error in zip(names, errors(with_gradients(inputs, backend), truth)):
+            worst[name] = max(worst[name], error)
+            if error > TOLERANCE[dtype] * max(1, T / 100):
+                sys.exit(f"kernels.py: {backend} {dtype}, {kind} keys, T {T}: {name} is off by {error:.0e}")
+    print(f"{f'{backend} {dtype} {K}, {V}'.replace('torch.', ''):24s}" +
+          "".join(f"{error:9.0e}" for error in worst.values()), flush=True)
+
+
+def their_scan():
+    """The kernels of the package flash-linear-attention as a function like delta_rule, or None without it."""
+    try:
+        from fla.ops.delta_rule import chunk_delta_rule
+    except ImportError:
+        return None
+    return lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta, scale=1.0, output_final_state=True)
+
+
+def clock(device, shape, scans, dtype):
+    """Print a row: ms forward | forward and backward of each scan, and its largest error against float64, on
+    transpositions (beta 2); last, the time that the bytes alone would take, from a copy timed beside it."""
+    B, T, H, K = shape
+    inputs = [x.to(device, dtype).requires_grad_() for x in example("transpositions", B, T, H, K, K)]
+    weight, runs = inputs[2].detach().roll(1, 1), 5 if device == "cpu" else 20
+
+    def forward_backward(scan, inputs):
+        o, S = scan(*inputs)
+        return o, S, *torch.autograd.grad(o, inputs, weight.to(o.dtype))
+
+    print(f"{f'{B}, {T}, {H}, {K}':>16s}", end="")
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    truth = forward_backward(lambda *x: delta_rule(*x, backend="torch"), wide)
+    for name, scan in scans.items():
+        n = 1 if name == "loop" else runs
+        with torch.no_grad():
+            forward = median_ms(lambda: scan(*inputs), n)
+        both = median_ms(lambda: forward_backward(scan, inputs), n)
+        error = max(errors(forward_backward(scan, inputs), truth))
+        print(f"{forward:9.3g} |{both:8.3g} {error:6.0e}", end="", flush=True)
+    x = torch.empty(2 ** 26, dtype=torch.uint8, device=device)
+    seconds_a_byte = median_ms(lambda: x.clone(), runs) / 1e3 / (2 * x.nbytes)
+    ms = 1e3 * seconds_a_byte * (sum(x.nbytes for x in inputs) + inputs[2].nbytes)   # read all, write o
+    print(f"{ms:9.2g} |{3 * ms:8.2g}")                                   # backward: all, and do, and gradients
+
+
 def main():
-    print("relative error of the torch backend in fp32 against the loop in float64, at T = 1000:")
-    print(f"{'':16s}{'o':>9s}{'state':>9s}{'dq':>9s}{'dk':>9s}{'dv':>9s}{'dbeta':>9s}")
-    for kind in ("random", "unnormalised", "identical", "transpositions", "zero"):
-        inputs = [x.float() for x in example(kind, T=1000)]
-        truth = with_gradients([x.double() for x in inputs], "loop")
-        found = errors(with_gradients(inputs, "torch"), truth)
-        print(f"{kind:16s}" + "".join(f"{error:9.0e}" for error in found))
-        if max(found) > 1e-5:
-            sys.exit(f"kernels.py: {kind} keys: the torch backend is off by more than 1e-5")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backend, why = resolve_backend(device=device)
+    print(f"device {device}; backend {backend}: {why}\n\nlargest errors against the loop in float64")
+    print(f"{'backend, dtype, K, V':24s}" + "".join(f"{name:>9s}" for name in TENSORS))
+    check(device, "torch", torch.float32)
+    if backend == "triton":
+        for K, V, dtype in itertools.product((16, 32, 64, 128), (16, 128), (torch.float32, torch.bfloat16)):
+            check(device, "triton", dtype, K, V)
 
-    print(f"\nms, forward | forward + backward, fp32, {torch.get_num_threads()} threads, median of 5:")
-    print(f"{'B, T, H, K':>16s}{'loop':>16s}{'torch':>16s}{'loop / torch':>16s}")
-    shapes = ((8, 512, 4, 32), (64, 256, 4, 32), (8, 2048, 4, 32), (16, 512, 4, 64), (16, 681, 1, 64))
-    for B, T, H, K in shapes:
-        inputs = [x.requires_grad_() for x in example("random", B, T, H, K, K, torch.float32)]
+    print("\nerror of the state after 65,536 reflections along one key, worst of 32 keys")
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [x.to(device, dtype) for x in example("identical", 1, 65536, 32, 32, 16)]
+        with torch.no_grad():
+            truth = delta_rule(*(x.double() for x in inputs), backend="torch")[1][0]
+            found = delta_rule(*inputs, backend=backend)[1][0]
+        print(f"{backend} {str(dtype)[6:]:10s} {max(errors(found, truth)):.0e}")
 
-        def forward_backward(backend):
-            outputs = delta_rule(*inputs, backend=backend)
-            torch.autograd.grad(outputs, inputs, outputs)
-
-        ms = {}
-        for backend in BACKENDS:
-            with torch.no_grad():
-                forward = median_ms(lambda: delta_rule(*inputs, backend=backend), 5)
-            ms[backend] = forward, median_ms(lambda: forward_backward(backend), 5)
-        ratio = [a / b for a, b in zip(ms["loop"], ms["torch"])]
-        print(f"{f'{B}, {T}, {H}, {K}':>16s}" +
-              "".join(f"{a:8.0f} |{b:6.0f}" for a, b in (ms["loop"], ms["torch"])) +
-              f"{ratio[0]:8.1f} |{ratio[1]:6.1f}")
+    dtype, shapes = torch.float32, ((8, 512, 4, 32), (64, 256, 4, 32), (8, 2048, 4, 32), (16, 512, 4, 64),
+                                    (16, 681, 1, 64))
+    scans = {name: functools.partial(delta_rule, backend=name) for name in ("loop", "torch")}
+    if backend == "triton":
+        dtype, shapes = torch.bfloat16, ((8, 1024, 8, 64), (32, 256, 4, 32), (64, 512, 4, 32),
+                                         (8, 2048, 8, 128), (1, 16384, 16, 64), (2, 8192, 16, 128))
+        scans["triton"] = functools.partial(delta_rule, backend="triton")
+        scans |= {"flash-lin.-attn.": their_scan()} if their_scan() else {}
+    print(f"\n{dtype}, {torch.get_num_threads()} threads: ms forward | forward + backward, error")
+    print(f"{'B, T, H, K':>16s}" + "".join(f"{name:>26s}" for name in scans) + f"{'bytes alone':>19s}")
+    for shape in shapes:
+        clock(device, shape, scans, dtype)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class LinearAttention(nn.Module):
         y, conv_state = self.conv(self.qkv(x), conv_state)
         y = F.silu(y).unflatten(-1, (1 + 2 * self.steps, self.n_head, -1))  # (B, T, 1 + 2*steps, H, K)
         q, k, v = y[:, :, 0], y[:, :, 1:1 + self.steps].flatten(1, 2), y[:, :, 1 + self.steps:].flatten(1, 2)
-        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, conv_state
+        q, k = (F.normalize(x, dim=-1).to(v.dtype) for x in (q, k))         # autocast would leave them fp32
+        return q, k, v, conv_state
 
     def scan(self, x, q, k, v, S):
         return decay_scan(q, k, v, state=S)

@@ -7,6 +7,7 @@ a float64 loop, brute force, a real Python interpreter, finite differences, a ki
 """
 import csv
 import dataclasses
+import functools
 import glob
 import io
 import itertools
@@ -18,6 +19,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -31,13 +33,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+if not torch.cuda.is_available():                # without a GPU, kernels run in Triton's interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import data
 import kernels
 import models
 import plot
 import train
 from data import GROUPS, Group, Repl, Stage, Tokenizer, UserError, parse_stages
-from kernels import decay_scan, delta_rule, errors, example, with_gradients
+from kernels import EXAMPLES, TENSORS, TOLERANCE, decay_scan, delta_rule, errors, example, with_gradients
 
 HERE = Path(__file__).parent
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # no file to register `slow` in
@@ -235,10 +240,7 @@ def test_words_of_s5swaps_hold_transpositions_only():
 # ----------------------------------------------------------------------------------------------------------
 # kernels.py
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 LONG = 1e-4  # fp32 after 1000 steps: at eigenvalue -1 nothing is forgotten, rounding errors included
-NAMES = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
-EXAMPLES = ("random", "unnormalised", "identical", "transpositions", "zero")
 GATES = {"no gate": lambda beta: None, "g = 1": torch.zeros_like,
          "g in (0.4, 1)": lambda beta: -0.43 * beta - 0.02, "g -> 0": lambda beta: 0 * beta - 40}
 
@@ -265,15 +267,16 @@ def test_the_loop_is_the_equation(kind):
     assert np.allclose(o[0, :, 0], want, atol=1e-13) and np.allclose(last[0, 0], want_last, atol=1e-13)
 
 
-def compare(kind, gate, T, C=32, K=12, V=7, with_state=True, dtype=torch.float32):
-    """Chunks in `dtype` against the float64 loop on the same rounded inputs: output, state, all gradients."""
+def compare(kind, gate, T, C=32, K=12, V=7, with_state=True, dtype=torch.float32, backend="torch"):
+    """A backend in `dtype` against the float64 loop on the same rounded inputs: output, state, all gradients."""
     q, k, v, beta = example(kind, B=1, T=T, H=2, K=K, V=V)
     rng = torch.Generator().manual_seed(2)
     S = torch.randn(1, 2, K, V, generator=rng, dtype=torch.float64) if with_state else None
-    inputs = [x if x is None else x.to(dtype) for x in (q, k, v, beta, GATES[gate](beta), S)]
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    inputs = [x if x is None else x.to(device, dtype) for x in (q, k, v, beta, GATES[gate](beta), S)]
     truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
-    found = errors(with_gradients(inputs, "torch", chunk=C), truth)
-    names = [n for n, x in zip(NAMES, [1, 1, *inputs]) if x is not None]
+    found = errors(with_gradients(inputs, backend, chunk=C), truth)
+    names = [n for n, x in zip(TENSORS, [1, 1, *inputs]) if x is not None]
     return dict(zip(names, found))
 
 
@@ -349,6 +352,195 @@ def test_65536_reflections_keep_the_state(dtype):
     assert max(errors(S[0], truth[0])) < 1e-4
 
 
+# The Triton kernels: on a GPU they run there, without one in the interpreter, and both times against the loop
+
+triton_is_here = pytest.mark.skipif(kernels.triton is None, reason="needs the package triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton_is_here
+@pytest.mark.parametrize("gate", ["no gate", "g in (0.4, 1)"])
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_kernels_equal_the_loop_forward_and_backward(kind, gate):
+    found = compare(kind, gate, 35, K=12, V=24, backend="triton")
+    assert max(found.values()) < TOLERANCE[torch.float32], found
+
+
+@triton_is_here
+@slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K, V", [(16, 16), (24, 32), (64, 40), (128, 16)])
+def test_kernels_equal_the_loop_for_every_width_and_length(K, V, dtype):
+    for kind, gate, T in itertools.product(EXAMPLES, GATES, (1, 2, 15, 16, 17, 100)):
+        with_state = T != 16
+        found = compare(kind, gate, T, K=K, V=V, with_state=with_state, dtype=dtype, backend="triton")
+        assert max(found.values()) < TOLERANCE[dtype], (kind, gate, T, found)
+
+
+@triton_is_here
+@slow
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_kernels_equal_the_loop_after_1000_steps(kind):
+    for gate, dtype in itertools.product(GATES, (torch.float32, torch.bfloat16)):
+        found = compare(kind, gate, 1000, K=16, V=16, dtype=dtype, backend="triton")
+        assert max(found.values()) < (LONG if dtype == torch.float32 else 10 * TOLERANCE[dtype]), (gate, found)
+
+
+@triton_is_here
+def test_kernels_keep_a_state_exactly_when_inputs_are_bf16():
+    """What comes out is bf16; what is kept is as exact as with fp32, and a tracker lives by that."""
+    inputs = [x.to(DEVICE) for x in example("transpositions", B=1, T=200, H=1, K=16, dtype=torch.bfloat16)]
+    o, S = delta_rule(*inputs, backend="triton")
+    truth_o, truth_S = delta_rule(*(x.double() for x in inputs), backend="loop")
+    assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
+    assert errors([o], [truth_o])[0] < TOLERANCE[torch.bfloat16]
+    assert errors([S], [truth_S])[0] < 2e-6
+
+
+@triton_is_here
+@slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_keep_the_state_for_65536_reflections(dtype):
+    inputs = [x.to(DEVICE) for x in example("identical", B=1, T=65536, H=2, K=16, V=4, dtype=dtype)]
+    with torch.no_grad():
+        _, truth = delta_rule(*(x.double() for x in inputs), backend="loop")
+        _, S = delta_rule(*inputs, backend="triton")
+    assert max(errors(S[0], truth[0])) < 1e-4
+
+
+@triton_is_here
+@pytest.mark.parametrize("gated", [False, True])
+def test_kernels_carry_a_state_in_pieces_and_token_by_token(gated):
+    """Also from tensors that are not contiguous: every second step of a longer sequence."""
+    q, k, v, beta = (x.to(DEVICE)[:, ::2] for x in example("random", B=1, T=46, K=16, V=24, dtype=torch.float32))
+    g = -torch.rand_like(beta) if gated else None
+    truth, _ = delta_rule(q.double(), k.double(), v.double(), beta, g, backend="loop")
+    with torch.no_grad():
+        for length in (1, 5):
+            S, pieces = None, []
+            for t in range(0, 23, length):
+                piece = [x if x is None else x[:, t:t + length] for x in (q, k, v, beta, g)]
+                o, S = delta_rule(*piece, S, backend="triton")
+                pieces.append(o)
+            assert errors([torch.cat(pieces, 1)], [truth])[0] < TOLERANCE[torch.float32]
+
+
+@triton_is_here
+def test_one_token_goes_through_the_chunks_when_a_gradient_is_wanted():
+    found = compare("unnormalised", "g in (0.4, 1)", 1, K=16, V=16, backend="triton")
+    assert max(found.values()) < TOLERANCE[torch.float32], found
+
+
+@triton_is_here
+def test_the_rows_that_a_gpu_would_print_are_printed(capsys):
+    kernels.check(DEVICE, "triton", torch.bfloat16, 16, 24, lengths=(2,))
+    scans = {name: functools.partial(delta_rule, backend=name) for name in ("loop", "triton")}
+    kernels.clock(DEVICE, (1, 20, 1, 16), scans, torch.bfloat16)
+    row, times = capsys.readouterr().out.splitlines()
+    assert row.startswith("triton bfloat16 16, 24") and len(row.split()) == 4 + len(TENSORS)
+    assert times.count("|") == 3
+
+
+def test_what_the_kernels_cannot_do_is_said(monkeypatch):
+    q, k, v, beta = example("random", T=3, K=16, V=200, dtype=torch.float32)
+    if kernels.triton:
+        with pytest.raises(ValueError, match="200 wide.*take 128; use 'torch'"):
+            delta_rule(q, k, v, beta, backend="triton")
+        with pytest.raises(ValueError, match="fp32"):
+            delta_rule(q.double(), k, v[..., :16].double(), beta, backend="triton")
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
+        with pytest.raises(ValueError, match="on the cpu.*CUDA GPU"):
+            delta_rule(q, k, v[..., :16], beta, backend="triton")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(kernels, "tried_out", lambda *args: 1e-7)
+        assert kernels.resolve_backend("auto", "cuda") == ("triton", "kernels for this GPU")
+        assert kernels.resolve_backend("auto", "cuda", V=256) == ("torch", "not triton: heads are 256 wide, "
+                                                                  "the kernels take 128")
+        monkeypatch.setattr(kernels, "tried_out", lambda *args: 0.5)
+        assert kernels.resolve_backend("auto", "cuda") == ("torch", "not triton: on this GPU they are off by 5e-01")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert "older" in kernels.resolve_backend("auto", "cuda")[1]
+    monkeypatch.setattr(kernels, "triton", None)
+    assert kernels.resolve_backend("auto", "cuda") == ("torch", "not triton: the package triton is not installed")
+    assert kernels.resolve_backend() == ("torch", "chunks, on any device")
+
+
+def compile_kernels(*cases):
+    """Print what ptxas says of the kernels, compiled for GPUs that need not be here. A case: sm, K, dtype, gated.
+    Runs in a process of its own, without the interpreter."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class Pretend(DriverBase):
+        """Stands in for a GPU's driver: enough to compile, not to launch."""
+        is_active = classmethod(lambda cls: True)
+        get_current_target = lambda self: GPUTarget("cuda", self.sm, 32)
+        get_current_device = get_current_stream = lambda self, device=0: 0
+        get_active_torch_device = lambda self: CPU
+        get_benchmarker = lambda self: None
+        map_python_to_cpp_type = lambda self, name: name
+
+        def __init__(self, sm):
+            self.sm = sm
+
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    fp32 = torch.float32
+    for sm, K, name, gated in cases:
+        x, g, T, N, H = getattr(torch, name), fp32 if gated else None, 100, 7, 8
+        options = kernels.settings(K, K, x, gated)
+        triton.runtime.driver.set_active(Pretend(sm))
+        step = {**{key: options[key] for key in ("BK", "GATED")}, "BV": 32, "num_warps": 1}
+        for kernel, sizes, options, *args in (
+                (kernels.forward_kernel, (T, N, H), options, x, x, x, fp32, g, fp32, x, fp32, x, fp32, x),
+                (kernels.backward_state_kernel, (T, N, H), options, x, x, fp32, g, fp32, x, fp32, x, x, fp32),
+                (kernels.backward_inputs_kernel, (T, N, H), options, x, x, x, fp32, g, *[x] * 8, fp32, g),
+                (kernels.step_kernel, (), step, x, x, x, fp32, g, fp32, x, fp32)):
+            kernel.device_caches.clear()
+            built = kernel.warmup(*args, *sizes, K, K, grid=(1,), **options)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                Path(file.name).write_bytes(built.asm["cubin"])
+                usage = subprocess.run([cuobjdump, "--dump-resource-usage", file.name], capture_output=True,
+                                       text=True, check=True).stdout
+            print(json.dumps([kernel.fn.__name__, sm, K, name, gated, built.metadata.shared,
+                              int(re.search(r"STACK:(\d+)", usage)[1]), "wgmma" in built.asm["ptx"]]))
+
+
+def compiled(cases):
+    """What `compile_kernels` prints, from two processes side by side."""
+    def start(part):
+        code = f"import test_all; test_all.compile_kernels(*{part!r})"
+        env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+        return subprocess.Popen([sys.executable, "-c", code], env=env, cwd=HERE, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    lines = []
+    for process in [start(part) for part in (cases[::2], cases[1::2]) if part]:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        lines += [json.loads(line) for line in out.splitlines()]
+    assert len(lines) == 4 * len(cases)
+    return lines
+
+
+def fits(lines):
+    """Within every GPU's shared memory since Ampere (99 KiB), hardly a register spilled, no wgmma."""
+    for line in lines:
+        *_, shared, stack, wgmma = line
+        assert shared <= 99 * 1024 and stack <= 64 and not wgmma, line
+
+
+@triton_is_here
+def test_kernels_compile_for_ampere_and_hopper():
+    fits(compiled([(90, 64, "bfloat16", True), (80, 64, "float32", False)]))
+
+
+@triton_is_here
+@slow
+def test_every_kernel_compiles_for_ampere_and_hopper():
+    cases = itertools.product((80, 90), kernels.WARPS, ("float32", "bfloat16"), (True, False))
+    fits(compiled(list(cases)))
+
+
 def test_without_the_projector_form_bf16_keys_would_explode_or_die():
     """Why b = beta / |k|^2: for a "unit" key in bf16, 1 - 2 |k|^2 is not quite -1, and 4096 steps show it."""
     k = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
@@ -363,8 +555,10 @@ def test_shapes_that_do_not_fit_are_named():
                 (q, k, v, beta, beta[:, 1:])):
         with pytest.raises(ValueError, match="beside k"):
             delta_rule(*bad)
-    with pytest.raises(ValueError, match="backend"):
+    with pytest.raises(ValueError, match="choose auto, loop, torch or triton"):
         delta_rule(q, k, v, beta, backend="cuda")
+    with pytest.raises(ValueError, match="v is on meta, but k on cpu"):
+        delta_rule(q, k, v.to("meta"), beta)
 
 
 @pytest.mark.parametrize("signs", ["positive", "both", "near zero", "none"])

@@ -105,6 +105,7 @@ HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config
 POSITIVE = """d_model d_mlp n_layer n_head beta_max n_householder batch_size learning_rate grad_clip advance
 carry max_samples eval_samples eval_every segment save_every""".split()
 WITH_EVAL = "eval_at eval_samples segment seed device dtype".split()  # what --eval and --play may override
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BESIDE_THE_POINT = "device save_every out name".split()               # what does not change a run's outcome
 
 
@@ -185,7 +186,7 @@ def check(cfg):
     task, stages = build_task(cfg)
     eval_stages(cfg, task, stages)
     pick_device(cfg.device)
-    one_of("--dtype", cfg.dtype, ("fp32", "bf16"))
+    one_of("--dtype", cfg.dtype, DTYPES)
     total = total_samples(cfg, stages)
     if cfg.n_layer < len(mixers):
         raise UserError(f"--model {cfg.model} alternates mixers: give --n-layer {len(mixers)} or more")
@@ -523,7 +524,8 @@ def train(cfg, task, stages, model, folder, device, saved=None):
 
 def introduce(cfg, task, stages, model, device, why, saved):
     """A run's first lines: what it is, on what, and where its parameters are."""
-    (backend, because), default = resolve_backend(), asdict(Config())
+    width, default = cfg.d_model // cfg.n_head, asdict(Config())
+    backend, because = resolve_backend("auto", device, DTYPES[cfg.dtype], width, width)
     changed = [f"{name}={value}" for name, value in asdict(cfg).items() if value != default[name]]
     length = f"{cfg.stage_samples:,} traces" if cfg.stage_samples else f"until {cfg.advance:.0%} is right"
     print(f"run     {run_folder(cfg)}: " + (", ".join(changed) or "every setting at its default"))
