@@ -218,6 +218,7 @@ class DeltaRuleChunks(torch.autograd.Function):
 # last bit. What only leaves the state, for an output in bf16, is worth two. With fp32 keys it takes six.
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
+SPLIT = tl.constexpr(not INTERPRETED)  # an interpreted product is right as it is; it is also quicker
 
 
 @jit
@@ -241,7 +242,9 @@ def multiply(a, b, c):
 def dot(a, b, PARTS: tl.constexpr):
     """a b in fp32, as if fp32 numbers had PARTS times 8 bits; bf16 ones count as they are."""
     c = tl.zeros((a.shape[0], b.shape[1]), tl.float32)
-    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+    if not SPLIT:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), c)
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
         c = multiply(a, b, c)
     elif b.dtype == tl.bfloat16:
         a1, a2, a3 = parts(a)
@@ -485,7 +488,7 @@ def triton_step(q, k, v, beta, g, state):
     """One step without a backward. Arguments and results as above, T = 1."""
     q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
     (B, _, H, K), V, o, end = k.shape, v.shape[-1], torch.empty_like(v), torch.empty_like(state)
-    sizes = dict(BK=triton.next_power_of_2(K), BV=32, GATED=g is not None, num_warps=1)
+    sizes = dict(BK=triton.next_power_of_2(K), BV=32, GATED=g is not None, num_warps=4)
     step_kernel[B * H, -(-V // 32)](q, k, v, beta, g, state, o, end, K, V, **sizes)
     return o, end
 
@@ -494,8 +497,8 @@ def triton_step(q, k, v, beta, g, state):
 # One door to all of them
 
 BACKENDS = ("loop", "torch", "triton")
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2,    # of `errors` after 100 steps;
-             torch.float16: 1e-3}                                                # after 1,000, ten times that
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5,          # of `errors`, up to 100 steps;
+             torch.bfloat16: 2e-2, torch.float16: 1e-3}          # ten times that after 1,000
 
 
 def why_not_triton(device, dtype, K, V):
@@ -672,12 +675,13 @@ TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
 
 def check(device, backend, dtype, K=16, V=16, lengths=(1, 2, 15, 16, 17, 100, 1000)):
     """Print a row: the largest error of each tensor, against the loop in float64 on the same numbers, over
-    kinds of keys, lengths, and none, a weak and a strong gate. Exit where it is above TOLERANCE."""
+    kinds of keys, lengths, and gates: none, weak, and one that forgets all. Exit if that breaks TOLERANCE."""
     worst = dict.fromkeys(TENSORS, 0)
-    for kind, T, gate in itertools.product(EXAMPLES, lengths, (None, 0.1, 20)):
+    for kind, T, gate in itertools.product(EXAMPLES, lengths, (None, 0.1, 40.0)):
         inputs = [x.to(device, dtype) for x in example(kind, 1, T, 2, K, V)]
-        g = gate if gate is None else -gate * torch.rand(1, T, 2, generator=torch.Generator().manual_seed(2))
-        inputs += [g if g is None else g.to(device), torch.ones(1, 2, K, V, device=device)]
+        rng = torch.Generator().manual_seed(2)
+        g = gate if gate is None else torch.full((1, T, 2), -gate, device=device)
+        inputs += [g, torch.randn(1, 2, K, V, generator=rng).to(device)]
         truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
         names = [name for name in TENSORS if name != "dg" or g is not None]
         for name, error in zip(names, errors(with_gradients(inputs, backend), truth)):
@@ -721,7 +725,7 @@ def clock(device, shape, scans, dtype):
     x = torch.empty(2 ** 26, dtype=torch.uint8, device=device)
     seconds_a_byte = median_ms(lambda: x.clone(), runs) / 1e3 / (2 * x.nbytes)
     ms = 1e3 * seconds_a_byte * (sum(x.nbytes for x in inputs) + inputs[2].nbytes)   # read all, write o
-    print(f"{ms:9.2g} |{3 * ms:8.2g}")                                   # backward: all, and do, and gradients
+    print(f"{ms:9.2g} |{3 * ms:8.2g}")                    # and all, do and the gradients on the way back
 
 
 def main():
@@ -734,9 +738,9 @@ def main():
         for K, V, dtype in itertools.product((16, 32, 64, 128), (16, 128), (torch.float32, torch.bfloat16)):
             check(device, "triton", dtype, K, V)
 
-    print("\nerror of the state after 65,536 reflections along one key, worst of 32 keys")
+    print("\nerror of the state after 65,536 reflections along one key, worst of 16 keys")
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = [x.to(device, dtype) for x in example("identical", 1, 65536, 32, 32, 16)]
+        inputs = [x.to(device, dtype) for x in example("identical", 1, 65536, 16, 16, 4)]
         with torch.no_grad():
             truth = delta_rule(*(x.double() for x in inputs), backend="torch")[1][0]
             found = delta_rule(*inputs, backend=backend)[1][0]
