@@ -2,8 +2,8 @@
 The claims, as code. Each test is a sentence that this project says of itself, checked against something else:
 a float64 loop, brute force, a real Python interpreter, finite differences, a killed process.
 
-    python -m pytest -q test_all.py              about two minutes on two cores
-    python -m pytest -q -m slow test_all.py      four minutes more
+    python -m pytest -q test_all.py              about three minutes on two cores
+    python -m pytest -q -m slow test_all.py      ten minutes more
 """
 import csv
 import dataclasses
@@ -23,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ if not torch.cuda.is_available():                # without a GPU, kernels run in
 import data
 import kernels
 import models
+import pfsa
 import plot
 import train
 from data import GROUPS, Group, Repl, Stage, Tokenizer, UserError, parse_stages
@@ -577,6 +579,170 @@ def test_the_decay_scan_is_its_recurrence(signs):
         want.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     o, last = decay_scan(q, k, v, a, S, chunk=16)
     assert torch.allclose(o, torch.stack(want, 1), atol=1e-9) and torch.allclose(last, state, atol=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# pfsa.py
+
+def enumerated(automaton, symbols):
+    """By brute force: the joint probability of every path of states with these symbols -> the beliefs, and
+    the probability of each symbol given those before."""
+    weights, before = Counter(), Fraction(1)
+    for state, p in enumerate(automaton.q0):
+        weights[(state,)] = p
+    beliefs, chances = [[weights[(i,)] for i in range(automaton.m)]], []
+    for s in symbols:
+        after = Counter()
+        for path, p in weights.items():
+            for state in range(automaton.m):
+                after[(*path, state)] += p * int(automaton.Z[s, path[-1]]) * automaton.T[s, state, path[-1]]
+        total, weights = sum(after.values()), after
+        chances.append(total / before)
+        beliefs.append([sum(p for path, p in after.items() if path[-1] == i) / total
+                        for i in range(automaton.m)])
+        before = total
+    return beliefs, chances
+
+
+def random_fractions(rng, m):
+    """A random automaton in fractions: a move, and a query of two symbols that move, too."""
+    T = [[[Fraction(int(x)) for x in row] for row in rng.integers(0, 4, size=(m, m)) + np.eye(m, dtype=int)]
+         for _ in range(3)]
+    T = np.array(T, object)
+    q0 = np.array([Fraction(int(x)) for x in rng.integers(1, 5, size=m)])
+    part = rng.integers(2, size=m)
+    part[:2] = 0, 1
+    return pfsa.PFSA(T / T.sum(1, keepdims=True), [[1] * m, part, 1 - part], q0 / q0.sum(), [[0], [1, 2]])
+
+
+def test_the_filter_is_bayes_by_brute_force_in_fractions():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        automaton = random_fractions(rng, int(rng.integers(2, 4)))
+        symbols, states = automaton.sample(rng, 1, 4)
+        want, chances = enumerated(automaton, symbols[0])
+        beliefs, log_p = automaton.filter(symbols)
+        assert beliefs[0].tolist() == want
+        assert np.allclose(log_p[0], np.log(np.array(chances, float)), atol=1e-14)
+        floats = pfsa.PFSA(automaton.T.astype(float), automaton.Z, automaton.q0.astype(float))
+        assert np.allclose(floats.filter(symbols)[0][0], np.array(want, float), atol=1e-14)
+
+
+def test_the_belief_is_how_often_a_state_is_there():
+    """Among sampled sequences with the same queries and symbols, states occur as often as the filter says."""
+    rng = np.random.default_rng(1)
+    automaton = pfsa.random_automaton(rng, 4, 1, 2)
+    symbols, states = automaton.sample(rng, 200_000, 3, queries=[1, 0, 2])
+    beliefs, log_p = automaton.filter(symbols)
+    for seen in np.unique(symbols, axis=0):
+        same = (symbols == seen).all(1)
+        n, p = same.sum(), beliefs[same][0, -1]
+        found = np.bincount(states[same, -1], minlength=4) / n
+        assert (np.abs(found - p) <= 4.5 * np.sqrt(p * (1 - p) / n) + 1e-12).all(), seen
+        assert abs(n / 200_000 - math.exp(log_p[same][0].sum())) < 0.006
+
+
+def test_a_choice_that_sees_the_state_breaks_the_formula():
+    """Why there are queries. An environment that picks evenly among symbols that fit tells more than Z."""
+    rng = np.random.default_rng(0)
+    state, coin = rng.integers(3, size=60_000), rng.integers(2, size=60_000)
+    says_a = (state == 0) | (state == 1) & (coin == 0)                    # A fits 0 and 1, B fits 1 and 2
+    truth = np.bincount(state[says_a], minlength=3) / says_a.sum()
+    third, unit = [Fraction(1, 3)] * 3, np.eye(3, dtype=int) * Fraction(1)
+    said = pfsa.PFSA([unit, unit], [[1, 1, 0], [0, 1, 1]], third).filter([[0]])[0][0, 1]
+    assert said.tolist() == [Fraction(1, 2), Fraction(1, 2), 0]
+    assert np.allclose(truth, [2 / 3, 1 / 3, 0], atol=0.01)
+    with pytest.raises(ValueError, match="exactly one of its symbols must fit"):
+        pfsa.PFSA([unit, unit], [[1, 1, 0], [0, 1, 1]], third, [[0, 1]])
+
+
+def test_the_papers_numbers_come_out_exactly():
+    half = Fraction(1, 2)
+    beliefs, log_p = pfsa.appendix_b().filter([[0, 3]])
+    assert beliefs[0].tolist() == [[1, 0, 0, 0, 0, 0], [0, half, half, 0, 0, 0], [0, 0, 1, 0, 0, 0]]
+    assert math.exp(log_p[0, 1]) == 0.5
+    h = pfsa.linear_filter(pfsa.appendix_b(), [[0, 3]])[0]
+    assert h[2].tolist() == [0, 0, 0.5, 0, 0, 0]
+    mass = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 4])[0, ::2].sum(1)
+    assert mass.tolist() == [1, 0.5, 0.25, 0.125, 0.0625]
+    forced = [[pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 3]
+    H = pfsa.marginal_filter(3, forced)[0, ::2]
+    assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125]
+    assert f"{0.9 ** 100:.3g}" == "2.66e-05"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_linear_filter_dies_where_its_format_ends(dtype):
+    n = pfsa.dies_at(dtype)
+    forced = [pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)]
+    for automaton, pair in ((pfsa.figure_9(), [0, 1]), (pfsa.maybe_swaps(3), forced)):
+        mass = pfsa.linear_filter(automaton, [pair * n], dtype)[0, ::2].sum(1)
+        assert mass[n - 1] > 0 and mass[n] == 0
+        assert automaton.filter([pair * n])[0][0, -1].sum() == 1
+
+
+def test_a_gated_reset_keeps_a_linear_filter_alive():
+    """Appendix B: A = 0, B = prior. Figure 9 with a symbol that forgets all after every 20, in fp16."""
+    nine, prior = pfsa.figure_9(), np.array([0.2, 0.5, 0.3])
+    T = [*nine.T.astype(float), np.tile(prior[:, None], 3)]
+    automaton = pfsa.PFSA(T, [*nine.Z, [1, 1, 1]], 1)
+    symbols = [([0, 1] * 10 + [3]) * 20]
+    exact = automaton.filter(symbols)[0]
+    h = pfsa.linear_filter(automaton, symbols, torch.float16, resets=[3]).double().numpy()
+    assert np.allclose(h / h.sum(-1, keepdims=True), exact, atol=2e-3)
+    assert pfsa.linear_filter(automaton, symbols, torch.float16)[0, -1].sum() == 0
+
+
+def test_marginals_are_exact_without_reveals_and_an_approximation_with_them():
+    rng, automaton = np.random.default_rng(0), pfsa.maybe_swaps(3)
+    for kind, largest in (("none", 1e-12), ("periodic", None)):
+        symbols, _ = automaton.sample(rng, 100, 40, pfsa.schedule(rng, 3, 100, 40, kind))
+        truth = pfsa.marginals(automaton.filter(symbols)[0], 3)
+        found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, symbols))
+        assert np.allclose(truth.sum(-1), 1) and np.allclose(truth.sum(-2), 1)
+        error = np.abs(found - truth)[ok].max()
+        assert error < largest if largest else error > 0.05
+
+
+def test_sinkhorn_flags_what_has_underflowed():
+    forced = [[pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 1100]
+    found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, forced)[0, [0, 2000, -1]])
+    assert ok.tolist() == [True, True, False] and np.isfinite(found).all()
+    assert np.allclose(found[1], np.eye(3))
+
+
+def test_a_filter_of_100000_steps_has_no_nan():
+    rng, automaton = np.random.default_rng(0), pfsa.maybe_swaps(3)
+    symbols, _ = automaton.sample(rng, 2, 100_000)
+    beliefs, log_p = automaton.filter(symbols)
+    assert np.isfinite(beliefs).all() and np.isfinite(log_p).all() and np.allclose(beliefs.sum(-1), 1)
+
+
+def test_bad_automata_and_impossible_symbols_are_named():
+    swaps, unit = pfsa.maybe_swaps(3), np.eye(2)
+    good = [[pfsa.holds(3, 0, 0), pfsa.holds(3, 1, 1)]]
+    with pytest.raises(ValueError, match="sequence 1, step 1: symbol 6"):
+        swaps.filter(good + [[pfsa.holds(3, 0, 0), pfsa.holds(3, 1, 0)]])
+    for match, make in (("columns|column", lambda: pfsa.PFSA([[[1, 0], [1, 1]]], [[1, 1]], 0)),
+                        ("q0: must sum", lambda: pfsa.PFSA([unit], [[1, 1]], [0.5, 0.6])),
+                        ("q0 2: give one of the 2", lambda: pfsa.PFSA([unit], [[1, 1]], 2)),
+                        ("0 or more", lambda: pfsa.PFSA([[[2, 0], [-1, 1]]], [[1, 1]], 0)),
+                        ("at least one state", lambda: pfsa.PFSA([unit], [[0, 0]], 0)),
+                        ("give 0 or 1", lambda: pfsa.PFSA([unit], [[1, 2]], 0)),
+                        (r"give \(symbols, m, m\)", lambda: pfsa.PFSA(unit, [1, 1], 0)),
+                        ("without queries", lambda: pfsa.PFSA([unit], [[1, 1]], 0).sample(None, 1, 1)),
+                        ("numbered from 0", lambda: swaps.filter([[99]])),
+                        ("integers", lambda: swaps.filter([[0.5]])),
+                        ("schedule often: choose", lambda: pfsa.schedule(None, 3, 1, 1, "often"))):
+        with pytest.raises(ValueError, match=match):
+            make()
+
+
+def test_ten_thousand_sequences_with_beliefs_are_made_in_five_seconds():
+    rng, automaton, began = np.random.default_rng(0), pfsa.maybe_swaps(3), time.process_time()
+    symbols, _ = automaton.sample(rng, 10_000, 128, pfsa.schedule(rng, 3, 10_000, 128))
+    beliefs, _ = automaton.filter(symbols)
+    assert beliefs.shape == (10_000, 129, 6) and time.process_time() - began < 5
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1315,7 +1481,7 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "parse_stages", short)
     monkeypatch.setattr(plot.drift, "__defaults__", (8,))                 # traces
     monkeypatch.setattr(kernels, "median_ms", lambda f, runs: (f(), 1.0)[1])
-    commands, files = readme_commands(), {f"{m.__name__}.py": m for m in (data, kernels, models, train, plot)}
+    commands, files = readme_commands(), {f"{m.__name__}.py": m for m in (data, kernels, models, pfsa, plot, train)}
     assert {words[0] for words in commands} == set(files)
     for name, *args in commands:
         args = [word for arg in args for word in (sorted(glob.glob(arg)) or [arg])]  # as a shell does
@@ -1325,7 +1491,7 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
         if args == ["--help"]:
             with pytest.raises(SystemExit):
                 files[name].main(args)
-        elif name in ("kernels.py", "models.py"):
+        elif name in ("kernels.py", "models.py", "pfsa.py"):
             files[name].main()
         else:
             assert files[name].main(args) == 0, (name, args)
