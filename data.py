@@ -6,12 +6,14 @@ run is a pure function of those four, so a resumed run sees what an uninterrupte
 training and test traces come from different random generators.
 
   repl    Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
+  pfsa    the same with hidden branches, `a, b = (b, a) if random() < 0.5 else (a, b)` (P1 section 5)
   group   word problems (P1 Figure 2, centre; Merrill et al., arXiv 2404.08819): the running product of a word
 
 Symbols: B batch, T tokens in a trace, n variables, L commands, S commands between two reveals (the spacing).
 P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs".
 
 Look at samples:   python data.py repl --n-vars 3 --commands 4
+                   python data.py pfsa --n-vars 3 --commands 8 --spacing 2
                    python data.py group --group S3 --commands 6
 
 Not here: files, downloads, data loaders. Every task is made faster than a model can train on it.
@@ -27,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+import pfsa
 
 # ----------------------------------------------------------------------------------------------------------
 # What the command lines of all files share: an error is one line that says what to do, and exit code 2
@@ -116,6 +119,7 @@ class Batch:
     state: torch.Tensor                     # (B, T, slots) int64: true state after that line, -1 if undefined
     state_text: torch.Tensor | None = None  # (B, lines, width) int64: the state as padded text, if no slots
     belief: torch.Tensor | None = None      # (B, T, m) float: exact belief after that line, if it is hidden
+    chances: torch.Tensor | None = None     # (B, T, n) float: of an answer's n values, given all before it
 
     def to(self, device):
         return Batch(**{name: x if x is None else x.to(device) for name, x in vars(self).items()})
@@ -287,6 +291,95 @@ class Repl:
         raise UserError(f"this model knows lines like {example} and print('{last}', {last})")
 
 
+def lay_out(kinds):
+    """Kinds of lines, each tokens (B, lines, width) and their numbers in the trace -> tokens (B, T), and for
+    each kind the places (lines, width) of its tokens in T. Line i is of one kind in all traces."""
+    widths = np.zeros(sum(len(numbers) for _, numbers in kinds), int)
+    for lines, numbers in kinds:
+        widths[numbers] = lines.shape[-1]
+    starts = widths.cumsum() - widths
+    tokens, places = np.empty((len(kinds[0][0]), widths.sum()), int), []
+    for lines, numbers in kinds:
+        places.append(starts[numbers][:, None] + np.arange(lines.shape[-1]))
+        tokens[:, places[-1]] = lines
+    return tokens, places
+
+
+class Hidden:
+    """REPL traces whose branches nobody sees: n assignments, then L lines, maybe swaps and prints.
+
+    One line in S is a print, at random places (reveals="random"), or each S-th is ("periodic"), or every
+    second, always about the same pair ("adversarial"). What can be known is the exact belief over the n! ways
+    in which the variables may hold the values; `chances` are its odds for what a print will show. n_vars is 2
+    to 5. state: the number in pfsa.arrangements(n), one slot of n! classes. Raises UserError."""
+    curriculum = "32x2"
+    next_token = True
+    lexemes = (*LEXEMES, ">>> from random import random\n", " = (", ") if random() < 0.5 else (")
+
+    def __init__(self, n_vars=3, reveals="random", tokenizer=None):
+        if not 2 <= n_vars <= 5:
+            raise UserError(f"--n-vars {n_vars}: choose 2 to 5, a belief has n! entries")
+        one_of("--reveals", reveals, ("random", "periodic", "adversarial"))
+        self.n_vars, self.reveals, self.tokenizer = n_vars, reveals, tokenizer or Tokenizer(self.lexemes)
+        self.automaton, self.arrangements = pfsa.maybe_swaps(n_vars), np.array(pfsa.arrangements(n_vars))
+        self.n_slots, self.n_classes, self.opening = 1, len(self.arrangements), n_vars + 1
+        self.chance = 1 / n_vars
+
+    def check(self, stage):
+        """Raise UserError if this task has no such stage."""
+        if stage.moved:
+            raise UserError(f"stage {stage}: ':{stage.moved}' is for --task repl --moves perm")
+
+    def beyond(self, last):
+        """Where to evaluate after training up to `last`: there, and 4 and 16 times as far."""
+        return [Stage(last.commands * times, last.spacing) for times in (1, 4, 16)]
+
+    def batch(self, stage, size, seed, split, t):
+        """Batch number t: `size` traces of a stage, of the "train" or the "test" stream of a seed."""
+        rng, n, (L, S, _) = generator(seed, split, stage, t), self.n_vars, stage
+        queries = pfsa.schedule(rng, n, size, L, self.reveals, S)
+        symbols, states = self.automaton.sample(rng, size, L, queries)
+        first = rng.permuted(np.tile(np.arange(n), (size, 1)), axis=1)    # (B, n), the values at the start
+
+        # The automaton starts in order: rename its things to the values that stand there
+        renamed = first[np.arange(size)[:, None, None], self.arrangements]                # (B, n!, n)
+        number = (renamed[:, :, None] == self.arrangements).all(-1).argmax(-1)            # (B, n!)
+        belief = np.empty((size, L + 1, len(self.arrangements)))
+        np.put_along_axis(belief, np.broadcast_to(number[:, None], belief.shape),
+                          self.automaton.filter(symbols)[0], -1)
+        state = np.take_along_axis(number, states, 1)                     # (B, L+1)
+
+        # Write, and lay out: line 0 imports, lines 1 to n assign, a print is two lines
+        pairs, swaps = np.array(list(combinations(range(n), 2))), n * (n - 1) // 2
+        print_at, swap_at = np.flatnonzero(queries[0] >= swaps), np.flatnonzero(queries[0] < swaps)
+        line = n + 1 + np.arange(L) + (queries[0] >= swaps).cumsum() - (queries[0] >= swaps)
+        which = queries[:, print_at] - swaps                              # (B, prints), the variable
+        seen = self.arrangements[state[:, print_at], which]
+        left = pairs[queries[:, swap_at]]                                 # (B, swaps, 2)
+        a, one, everyone = ord("a"), ord("1"), np.broadcast_to(np.arange(n), (size, n))
+        text = lambda template, *values: fill(template, np.stack(values, -1), self.tokenizer)
+        tokens, (_, assigns, moves, asks, tells) = lay_out((
+            (fill(">>> from random import random\n", np.empty((size, 1, 0)), self.tokenizer), np.arange(1)),
+            (text(">>> ? = ?\n", a + everyone, one + first), 1 + np.arange(n)),
+            (fill(">>> ?, ? = (?, ?) if random() < 0.5 else (?, ?)\n",
+                  a + np.concatenate([left, left[..., ::-1], left], -1), self.tokenizer), line[swap_at]),
+            (text(">>> print('?', ?)\n", a + which, a + which), line[print_at]),
+            (text("? ?\n", a + which, one + seen), line[print_at] + 1)))
+
+        answer, line_end = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+        truth, chances = np.full((*tokens.shape, 1), -1), np.zeros((*tokens.shape, n), np.float32)
+        known = np.zeros((*tokens.shape, belief.shape[-1]), np.float32)
+        for places, after in ((assigns[-1:], [0]), (moves, swap_at + 1),
+                              (asks, print_at), (tells, print_at + 1)):
+            truth[:, places[:, -1], 0], known[:, places[:, -1]] = state[:, after], belief[:, after]
+        line_end[:, [0, *assigns[:, -1], *moves[:, -1], *asks[:, -1], *tells[:, -1]]] = True
+        answer[:, tells[:, -2]] = True
+        odds = pfsa.marginals(belief[:, print_at], n)                     # (B, prints, n, n)
+        chances[:, tells[:, -2]] = np.take_along_axis(odds, which[..., None, None], 2)[:, :, 0]
+        return Batch(*map(torch.from_numpy, (tokens, answer, line_end, truth)),
+                     belief=torch.from_numpy(known), chances=torch.from_numpy(chances))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # group: one element a token, one label a token
 
@@ -360,7 +453,7 @@ class Group:
         return Batch(*map(torch.from_numpy, (tokens, nowhere, everywhere, product[..., None])))
 
 
-TASKS = {"repl": Repl, "group": Group}
+TASKS = {"repl": Repl, "pfsa": Hidden, "group": Group}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -378,7 +471,11 @@ def show(task, batch, b):
         piece = task.tokenizer.decode([token])
         line += f"[{piece}]" if batch.answer[b, t] else piece
         if batch.line_end[b, t]:
+            if batch.belief is not None:
+                state = task.arrangements[state[0]] if state[0] >= 0 else []
             holds = [f"{name}={x + 1}" for name, x in zip("abcdefghi", state) if x >= 0]
+            if batch.belief is not None and holds:
+                holds += ["  belief", *(f"{x:.2f}" for x in batch.belief[b, t].tolist())]
             lines.append(f"{line.rstrip():40s} # {' '.join(holds)}")
             line = ""
     return "\n".join(lines)
@@ -387,11 +484,12 @@ def show(task, batch, b):
 def main(argv):
     parser = Parser("Print samples of a task, answers in [brackets], true states beside them.")
     parser.add_argument("task", help=" or ".join(TASKS))
-    parser.add_argument("--n-vars", type=int, default=5, help="repl: number of variables [5]")
+    parser.add_argument("--n-vars", type=int, default=5, help="repl, pfsa: number of variables [5]")
     parser.add_argument("--moves", default="swap", help="repl: swap or perm [swap]")
+    parser.add_argument("--reveals", default="random", help="pfsa: random, periodic, adversarial [random]")
     parser.add_argument("--group", default="S5", help=f"group: one of {', '.join(GROUPS)} [S5]")
     parser.add_argument("--commands", type=int, default=8, help="commands of a trace, elements of a word [8]")
-    parser.add_argument("--spacing", type=int, default=1, help="repl: commands between two reveals [1]")
+    parser.add_argument("--spacing", type=int, default=1, help="commands between two reveals [1]")
     parser.add_argument("--moved", type=int, default=0, help="repl: variables a permutation moves [0: all]")
     parser.add_argument("--samples", type=int, default=2, help="how many [2]")
     parser.add_argument("--seed", type=int, default=0, help="of the random generator, 0 or more [0]")
@@ -399,7 +497,8 @@ def main(argv):
     one_of("task", args.task, TASKS)
     if args.samples < 1 or args.seed < 0:
         raise UserError("--samples must be 1 or more, --seed 0 or more")
-    task = Repl(args.n_vars, args.moves) if args.task == "repl" else Group(args.group)
+    options = {"repl": (args.n_vars, args.moves), "pfsa": (args.n_vars, args.reveals), "group": (args.group,)}
+    task = TASKS[args.task](*options[args.task])
     [stage] = parse_stages(str(Stage(args.commands, args.spacing, args.moved)), task)
     batch = task.batch(stage, args.samples, args.seed, "train", 0)
     for b in range(args.samples):

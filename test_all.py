@@ -745,6 +745,109 @@ def test_ten_thousand_sequences_with_beliefs_are_made_in_five_seconds():
     assert beliefs.shape == (10_000, 129, 6) and time.process_time() - began < 5
 
 
+def branches_of(text):
+    """What a reader of a trace can know, by trying all branches. -> for each print the odds of what it shows
+    (a Counter), given all before it; and what it showed."""
+    worlds, odds, shown = [{}], [], []
+    for line in text.splitlines():
+        assign = re.fullmatch(r">>> (\w) = (\d)", line)
+        branch = re.fullmatch(r">>> (\w), (\w) = \(\2, \1\) if random\(\) < 0\.5 else \(\1, \2\)", line)
+        tell = re.fullmatch(r"(\w) (\d)", line)
+        if assign:
+            worlds = [{**world, assign[1]: int(assign[2])} for world in worlds]
+        elif branch:
+            a, b = branch.groups()
+            worlds = worlds + [{**world, a: world[b], b: world[a]} for world in worlds]
+        elif tell:
+            odds.append(Counter(world[tell[1]] for world in worlds))
+            shown.append(int(tell[2]))
+            worlds = [world for world in worlds if world[tell[1]] == shown[-1]]
+        else:
+            assert line == ">>> from random import random" or re.fullmatch(r">>> print\('(\w)', \1\)", line)
+    return odds, shown
+
+
+@pytest.mark.parametrize("n_vars, reveals, stage", [
+    (3, "random", Stage(12, 2)), (4, "periodic", Stage(12, 3)), (5, "random", Stage(10, 5)),
+    (3, "adversarial", Stage(16, 2))])
+def test_the_chances_of_an_answer_are_those_of_all_branches_tried(n_vars, reveals, stage):
+    task = data.Hidden(n_vars, reveals)
+    batch = task.batch(stage, 10, 0, "train", 0)
+    for b, text in enumerate(texts(task, batch)):
+        odds, shown = branches_of(text)
+        assert task.tokenizer.decode(batch.tokens[b][batch.answer[b]].tolist()) == "".join(map(str, shown))
+        for chances, counts in zip(batch.chances[b][batch.answer[b]], odds):
+            want = [counts[value] / counts.total() for value in range(1, n_vars + 1)]
+            assert np.allclose(chances, want, atol=1e-6)
+        assert len(shown) == stage.commands // (2 if reveals == "adversarial" else stage.spacing)
+
+
+def test_hidden_traces_are_python_that_prints_what_they_say(capsys):
+    """Run in a real interpreter, with random() returning the branches that were taken."""
+    task = data.Hidden(4)
+    batch = task.batch(Stage(40, 2), 20, 0, "test", 0)
+    for b, text in enumerate(texts(task, batch)):
+        lines, scope, held = text.splitlines(), {}, None
+        for line, end in zip(lines, batch.line_end[b].nonzero()[:, 0].tolist()):
+            state, belief = batch.state[b, end, 0].item(), batch.belief[b, end]
+            if state >= 0:
+                now = (task.arrangements[state] + 1).tolist()
+                draw, held = float(now == held), now                      # 0.0: the branch that swaps
+                scope["random"] = lambda: draw
+                assert belief[state] > 0 and abs(belief.sum() - 1) < 1e-6
+            if line.startswith(">>> ") and "import" not in line:
+                exec(line[4:], scope)
+            assert state < 0 or [scope[name] for name in "abcd"] == now
+        printed = [line for line in lines if not line.startswith(">>> ")]
+        assert capsys.readouterr().out.splitlines() == printed
+
+
+def test_kl_is_zero_for_the_exact_chances_and_known_for_a_uniform_guess():
+    cfg = train.Config(task="pfsa", n_vars=3, eval_samples=20, batch_size=10)
+    task, [stage] = train.build_task(cfg)
+
+    class Knows(torch.nn.Module):
+        """Stands in for a model; its hidden vectors are log-probabilities of the next token."""
+        head = torch.nn.Identity()
+
+        def forward(self, tokens, state):
+            [batch] = [x for x in (task.batch(stage, 10, 0, "test", t) for t in (0, 1))
+                       if torch.equal(x.tokens, tokens)]
+            y = torch.full((*tokens.shape, 300), -1e4, dtype=torch.double)
+            y[..., ord("1"):ord("4")] = self.guess(batch.chances.roll(-1, 1)).double().clamp(1e-99).log()
+            return y, state
+
+    model = Knows()
+    model.guess = lambda chances: chances
+    exact = train.evaluate(cfg, model, task, stage, CPU)
+    assert abs(exact["kl"]) < 1e-9 and abs(exact["loss"] - exact["floor"]) < 1e-9 and exact["floor"] > 0.2
+    model.guess = lambda chances: torch.full_like(chances, 1 / 3)
+    even = train.evaluate(cfg, model, task, stage, CPU)
+    assert abs(even["loss"] - math.log(3)) < 1e-6
+    batches = [task.batch(stage, 10, 0, "test", t) for t in (0, 1)]
+    p = torch.cat([batch.chances[batch.answer] for batch in batches]).double()
+    assert abs(even["kl"] - (math.log(3) + torch.special.xlogy(p, p).sum(-1).mean().item())) < 1e-6
+
+
+def test_a_model_learns_to_believe(tmp_path):
+    """Two variables: all there is to know is whether a swap came since the last print."""
+    assert go(tmp_path, "--task", "pfsa", "--n-vars", 2, "--curriculum", "8x2", "--max-samples", 6400,
+              "--eval-at", "8x2", "--learning-rate", 3e-3) == 0
+    [row] = json.loads((only(tmp_path) / "result.json").read_text())["eval"]
+    assert row["kl"] < 0.02 < 0.2 < row["floor"]
+    forced = ["--reveals", "adversarial", "--eval-at", "8x2"]
+    assert train.main(["--eval", str(only(tmp_path)), *forced]) == 0
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--n-vars", "6"], "choose 2 to 5"), (["--n-vars", "3", "--reveals", "often"], "Choose one of random"),
+    (["--n-vars", "3", "--curriculum", "8x2:2"], "--task repl --moves perm"),
+    (["--n-vars", "3", "--carry", "2"], "leave it at 1")])
+def test_bad_settings_of_hidden_branches_are_one_line(args, says):
+    with pytest.raises(UserError, match=says):
+        train.main(["--task", "pfsa", *args])
+
+
 # ----------------------------------------------------------------------------------------------------------
 # models.py
 
@@ -1481,7 +1584,8 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "parse_stages", short)
     monkeypatch.setattr(plot.drift, "__defaults__", (8,))                 # traces
     monkeypatch.setattr(kernels, "median_ms", lambda f, runs: (f(), 1.0)[1])
-    commands, files = readme_commands(), {f"{m.__name__}.py": m for m in (data, kernels, models, pfsa, plot, train)}
+    commands, modules = readme_commands(), (data, kernels, models, pfsa, plot, train)
+    files = {f"{module.__name__}.py": module for module in modules}
     assert {words[0] for words in commands} == set(files)
     for name, *args in commands:
         args = [word for arg in args for word in (sorted(glob.glob(arg)) or [arg])]  # as a shell does

@@ -57,9 +57,10 @@ from models import LM, MIXERS
 class Config:
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
-    task: str = "repl"             # repl (Python traces) or group (word problems)
-    n_vars: int = 5                # repl: variables, 2 to 9; with five, permutations form S5: unsolvable
+    task: str = "repl"             # repl (Python traces), pfsa (with hidden branches) or group (words)
+    n_vars: int = 5                # variables; repl: 2 to 9, with five, permutations form S5; pfsa: 2 to 5
     moves: str = "swap"            # repl: a command is a swap of two variables, or a perm(utation) of all
+    reveals: str = "random"        # pfsa: which lines print: random, periodic or adversarial
     group: str = "S5"              # group: one of data.py's GROUPS
     curriculum: str = "auto"       # stages "LxS LxS ..."; "8x1:3" permutes at most 3; auto: the task's own
     # the model: these make 77 thousand parameters
@@ -72,7 +73,7 @@ class Config:
     n_householder: int = 2         # deltaproduct: reflections a token
     # the loss
     reveal_weight: float = 1.0     # on revealed values, one token in 85 at 64x8; 0 is plain next-token loss
-    state_weight: float = 1.0      # on the state head; 0 is no state supervision
+    state_weight: float = 1.0      # on the state head; 0 is no state supervision (pfsa: exact beliefs)
     # the optimiser, AdamW
     batch_size: int = 16           # traces a step; small, as the first stage takes many steps, not much data
     learning_rate: float = 6e-3    # its peak
@@ -104,7 +105,7 @@ class Config:
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
 POSITIVE = """d_model d_mlp n_layer n_head beta_max n_householder batch_size learning_rate grad_clip advance
 carry max_samples eval_samples eval_every segment save_every""".split()
-WITH_EVAL = "eval_at eval_samples segment seed device dtype".split()  # what --eval and --play may override
+WITH_EVAL = "eval_at eval_samples reveals segment seed device dtype".split()  # --eval, --play may change them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BESIDE_THE_POINT = "device save_every out name".split()               # what does not change a run's outcome
 
@@ -148,7 +149,7 @@ def parse(argv):
 def build_task(cfg, tokenizer=None):
     """-> task, and the stages of its curriculum."""
     one_of("--task", cfg.task, TASKS)
-    options = {"repl": (cfg.n_vars, cfg.moves), "group": (cfg.group,)}
+    options = {"repl": (cfg.n_vars, cfg.moves), "pfsa": (cfg.n_vars, cfg.reveals), "group": (cfg.group,)}
     task = TASKS[cfg.task](*options[cfg.task], tokenizer)
     return task, parse_stages(task.curriculum if cfg.curriculum == "auto" else cfg.curriculum, task)
 
@@ -202,6 +203,8 @@ def check(cfg):
         raise UserError(f"--stage-samples times {len(stages)} stages is {total}: raise --max-samples to that")
     if cfg.warmup + cfg.cooldown > total:
         raise UserError(f"--warmup plus --cooldown is more than the run's {total} traces: lower them")
+    if cfg.carry > 1 and cfg.task == "pfsa":
+        raise UserError("--carry cuts traces after each spacing, and --task pfsa has none: leave it at 1")
     if cfg.carry > 1 and stages[-1].commands % stages[-1].spacing:
         raise UserError(f"--carry: in the last stage, {stages[-1]}, the spacing must divide the commands")
     sized(cfg, len(task.tokenizer), task.n_slots, task.n_classes)
@@ -232,7 +235,11 @@ def loss_terms(model, task, batch, hidden):
     terms, (asked, right) = {}, questions(task, batch)
     states = model.state_head(hidden[batch.line_end]).float()            # (lines, n_slots, n_classes)
     truth = batch.state[batch.line_end]
-    terms["state"] = F.cross_entropy(states.flatten(0, 1), truth.flatten(), ignore_index=-1)
+    if batch.belief is None:
+        terms["state"] = F.cross_entropy(states.flatten(0, 1), truth.flatten(), ignore_index=-1)
+    else:                                                                # soft labels, where there is a state
+        known = truth[:, 0] >= 0
+        terms["state"] = F.cross_entropy(states[known, 0], batch.belief[batch.line_end][known])
     guess = states[:, 0]
     if task.next_token:
         logits, after = model.head(hidden).float(), batch.tokens.roll(-1, 1)         # (B, T, vocabulary)
@@ -247,8 +254,10 @@ def evaluate(cfg, model, task, stage, device):
     """Accuracy on held-out traces of a stage, true commands in the context. Reads cfg.segment tokens at a
     time and carries the state, so memory does not grow with the length (but for a Transformer's cache).
 
-    -> {"commands", "spacing", "reveal_acc", "final_acc", "by_reveal": accuracy at each reveal of a trace}"""
-    right = []
+    -> {"commands", "spacing", "reveal_acc", "final_acc", "by_reveal": accuracy at each reveal of a trace}. Of
+    hidden branches also, in nats an answer: "kl", the model's chances measured by the exact ones; "loss", at
+    the answers that were sampled; "floor", what that is for the exact chances, the least anyone can have."""
+    right, nats = [], {"kl": [], "loss": [], "floor": []}
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
         size = min(cfg.batch_size, cfg.eval_samples - first)
         batch = task.batch(stage, size, cfg.seed, "test", t).to(device)
@@ -261,14 +270,25 @@ def evaluate(cfg, model, task, stage, device):
             hidden = torch.cat(hidden, 1)                                # (B, R, D)
             guess = model.head(hidden) if task.next_token else model.state_head(hidden)[:, :, 0]
         right.append((guess.argmax(-1) == answers).cpu())
+        if batch.chances is not None:
+            log_q = guess.double().log_softmax(-1).cpu()                 # (B, R, vocabulary)
+            p = batch.chances[batch.answer].view(size, -1, batch.chances.shape[-1]).double().cpu()
+            at, digits = answers.cpu()[..., None], ord("1") + torch.arange(p.shape[-1])
+            nats["kl"].append((torch.special.xlogy(p, p) - p * log_q[..., digits]).sum(-1))
+            nats["loss"].append(-log_q.gather(-1, at))
+            nats["floor"].append(-p.gather(-1, at - ord("1")).log())
     by_reveal = torch.cat(right).double().mean(0)                        # (R,)
     return {"commands": stage.commands, "spacing": stage.spacing, "reveal_acc": by_reveal.mean().item(),
-            "final_acc": by_reveal[-1].item(), "by_reveal": by_reveal.tolist()}
+            "final_acc": by_reveal[-1].item(), "by_reveal": by_reveal.tolist(),
+            **{name: torch.cat(x).mean().item() for name, x in nats.items() if x}}
 
 
 def show_eval(row, task, stages):
     L, S = row["commands"], row["spacing"]
     trained = "trained here" if (L, S) in [(s.commands, s.spacing) for s in stages] else "never seen"
+    if "kl" in row:
+        return (f"eval    {L} commands, a print in {S}: KL {row['kl']:.4f} nats an answer; loss "
+                f"{row['loss']:.3f}, the floor {row['floor']:.3f} ({trained})")
     return (f"eval    {L} commands, spacing {S}: {row['reveal_acc']:.2%} right, the last "
             f"{row['final_acc']:.2%} (chance {task.chance:.1%}; {trained})")
 
