@@ -696,7 +696,7 @@ def test_a_gated_reset_keeps_a_linear_filter_alive():
 def test_marginals_are_exact_without_reveals_and_an_approximation_with_them():
     rng, automaton = np.random.default_rng(0), pfsa.maybe_swaps(3)
     for kind, largest in (("none", 1e-12), ("periodic", None)):
-        symbols, _ = automaton.sample(rng, 100, 40, pfsa.schedule(rng, 3, 100, 40, kind))
+        symbols, _ = automaton.sample(rng, 100, 40, pfsa.schedule(rng, 3, 100, 40, kind, every=4))
         truth = pfsa.marginals(automaton.filter(symbols)[0], 3)
         found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, symbols))
         assert np.allclose(truth.sum(-1), 1) and np.allclose(truth.sum(-2), 1)
@@ -1584,6 +1584,7 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "parse_stages", short)
     monkeypatch.setattr(plot.drift, "__defaults__", (8,))                 # traces
     monkeypatch.setattr(kernels, "median_ms", lambda f, runs: (f(), 1.0)[1])
+    monkeypatch.setattr(kernels.check, "__defaults__", (16, 16, (17,)))   # K, V, lengths
     commands, modules = readme_commands(), (data, kernels, models, pfsa, plot, train)
     files = {f"{module.__name__}.py": module for module in modules}
     assert {words[0] for words in commands} == set(files)
