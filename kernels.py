@@ -206,7 +206,8 @@ class DeltaRuleChunks(torch.autograd.Function):
 # forward_kernel: a program takes one head and BV columns of its state, which it keeps in registers while it
 # walks through the chunks. For the backward it saves M, D and the S that each chunk starts from.
 # backward_state_kernel walks back in the same way with dS', and saves dY and each chunk's dS'. With these,
-# each chunk can do the rest by itself: backward_inputs_kernel, a program a chunk.
+# each chunk can do the rest by itself: backward_inputs_kernel, a program a chunk. D, S, dY and dS' are saved
+# in the inputs' dtype, as they only make gradients, which are in that dtype, too.
 #
 # Capitals are tiles, small letters where they lie in memory; K is n_k wide and padded to BK. A name with a t
 # is a transpose: a program holds St, its columns of S as rows, so that all products have 16 rows. Less than

@@ -164,17 +164,18 @@ def marginal_filter(n, symbols, p=0.5):
 
 def sinkhorn(H, rounds=1000, tolerance=1e-9):
     """Scale rows and columns of H (..., n, n) by turns until all sum to 1 (Sinkhorn and Knopp). -> the
-    result, and ok (...,): False where it has not got there. A row or column of zeros, which nothing can
-    scale, as after an underflow, comes back as 1/n each, never as NaN."""
+    result, never NaN, and ok (...,): False where it has not got there, or where a row or column was zero, as
+    after an underflow, which nothing can scale; 1/n is put there first."""
     H, n = np.array(H, float), np.shape(H)[-1]
+    alive = (H.sum(-1) > 0).all(-1) & (H.sum(-2) > 0).all(-1)
     for _ in range(rounds):
         for axis in (-1, -2):
             total = H.sum(axis, keepdims=True)
             H = np.where(total > 0, H / np.where(total > 0, total, 1), 1 / n)
-        ok = (np.abs(H.sum(-1) - 1) < tolerance).all(-1)
-        if ok.all():
+        there = (np.abs(H.sum(-1) - 1) < tolerance).all(-1)
+        if there.all():
             break
-    return H, ok
+    return H, alive & there
 
 
 # ----------------------------------------------------------------------------------------------------------

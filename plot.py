@@ -6,13 +6,15 @@ The figures, one function each, from the files that runs leave behind.
     python plot.py final out/deltanet-repl*                    at the last, by length and spacing (the same)
     python plot.py scores out/deltanet-repl*                   a row a model, a column an evaluated stage
     python plot.py drift out/deltanet-repl --at 512x512        why a model loses track, suspect by suspect
+    python plot.py nats out/deltanet-pfsa*                     hidden branches: KL to the exact odds
+    python plot.py filters                                     where linear filters die (P1 Figs. 9 and 10)
     python plot.py table out/deltanet-repl*                    the numbers, as CSV
 
 Runs that differ only in their seed become one line, the median, in a band from the worst to the best. With
 --best learning_rate (any setting), only its best value is kept of runs that are otherwise alike. A figure of
 another kind is ten more lines: read what you need into {label: [(x, y) of each seed, ...]}, call `lines`.
 
-P1 is arXiv 2602.14814. Not here: training. All but `drift` read metrics.csv and result.json only.
+P1 is arXiv 2602.14814. Not here: training. All but `drift` and `filters` read metrics.csv and result.json.
 """
 import csv
 import json
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import pfsa
 from data import Parser, Stage, UserError, one_of, parse_stages, start
 from models import DeltaNet, GatedDeltaNet
 from train import load_model
@@ -72,7 +75,8 @@ def tiles(axes, cells, rows, columns):
 def load(folders, best):
     """-> {label: [(result, folder), ...]}: finished runs, grouped by all settings but the seed, labelled by
     those that are not what most runs have. Of runs that otherwise differ in the setting `best` only, those
-    are kept whose value gave the first seed the highest mean over all that was evaluated."""
+    are kept whose value gave the first seed the highest mean accuracy over all that was evaluated, or, of
+    hidden branches, the lowest mean KL."""
     runs = []
     for folder in map(Path, folders):
         try:
@@ -101,7 +105,7 @@ def best_of(runs, best):
 
     def score(runs):
         first = min((result for result, _ in runs), key=lambda result: result["seed"])
-        return np.mean([row["reveal_acc"] for row in first["eval"]]), len(runs)
+        return np.mean([-row["kl"] if "kl" in row else row["reveal_acc"] for row in first["eval"]]), len(runs)
     return max(by_value.values(), key=score)
 
 
@@ -174,6 +178,46 @@ def final(groups, at):
     return figure
 
 
+def nats(groups, at):
+    """Hidden branches: KL from the exact odds of an answer to the model's, over the length of traces."""
+    curves = {}
+    for label, runs in groups.items():
+        for result, folder in runs:
+            found = sorted((row["commands"], row["kl"]) for row in result["eval"] if "kl" in row)
+            if not found:
+                raise UserError(f"{folder} has no KL: give runs of --task pfsa")
+            curves.setdefault(label, []).append(tuple(np.array(found).T))
+    figure = lines(curves, "lines of code", "KL to the exact odds, nats an answer", "Hidden branches")
+    figure.axes[0].set(xscale="log", yscale="log")
+    return figure
+
+
+def filters(groups, at):
+    """Left, P1 Fig. 9: the mass of a linear filter over reveals of probability 1/2, in four dtypes. Right, P1
+    Fig. 10: an entry of the marginal recurrence, what Sinkhorn makes of it, and the truth. Needs no runs."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    reveals, forced = np.arange(1101), [pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 1100
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        mass = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)[0, ::2].double().sum(1).numpy()
+        alive = (mass > 0).sum()
+        left.loglog(reveals[1:alive], mass[1:alive], color="gray", linewidth=1)
+        left.plot(alive - 1, mass[alive - 1], "o", label=f"{str(dtype)[6:]}: 0 after {alive}")
+    left.set(xlabel="reveals of probability 1/2", ylabel="mass of the linear filter (exact one: 1)",
+             title="P1 Figure 9")
+    H = pfsa.marginal_filter(3, [forced])[0, ::2]
+    truth = pfsa.marginals(pfsa.maybe_swaps(3).filter([forced])[0][0, ::2], 3)
+    scaled, ok = pfsa.sinkhorn(H)
+    right.plot(reveals, truth[:, 2, 2], color="lightgray", linewidth=5, label="exact")
+    right.plot(reveals, H[:, 2, 2], label="in the marginal recurrence")
+    right.plot(reveals[ok], scaled[ok, 2, 2], label=f"after Sinkhorn, until it is lost, after {ok.sum()}")
+    right.set(xlabel="times: maybe swap 2 and 3, reveal 2 at 2", ylabel="P(3 holds 3)", xscale="symlog",
+              title="P1 Figure 10")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    return figure
+
+
 def chance_of(groups):
     """1 / n_vars where all runs are REPL traces with as many variables, else None."""
     configs = [result["config"] for runs in groups.values() for result, _ in runs]
@@ -185,7 +229,10 @@ def table(groups, path):
     """Write a CSV with a line per run and evaluated stage."""
     with open(path, "w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow("run seed params samples seconds commands spacing reveal_acc final_acc to_98".split())
+        evaluated = [row for runs in groups.values() for result, _ in runs for row in result["eval"]]
+        more = ["kl", "loss", "floor"] if any("kl" in row for row in evaluated) else []
+        columns = "run seed params samples seconds commands spacing reveal_acc final_acc to_98"
+        rows.writerow(columns.split() + more)
         for label, runs in groups.items():
             for result, folder in runs:
                 cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1)]
@@ -193,7 +240,8 @@ def table(groups, path):
                 for row in result["eval"]:
                     stage = row["commands"], row["spacing"]
                     score = [round(row[k], 4) for k in ("reveal_acc", "final_acc")]
-                    rows.writerow([label, *cost, *stage, *score, first.get(stage, "")])
+                    nats = [round(row[k], 5) for k in more if k in row]
+                    rows.writerow([label, *cost, *stage, *score, first.get(stage, ""), *nats])
 
 
 def samples_to(accuracy, folder):
@@ -344,13 +392,13 @@ def drift(groups, at, traces=96):
     return figure
 
 
-FIGURES = {f.__name__: f for f in (curve, positions, scores, final, drift)}  # f(groups, at) -> a figure
+FIGURES = {f.__name__: f for f in (curve, positions, scores, final, drift, nats, filters)}  # f(groups, at)
 
 
 def main(argv):
     parser = Parser(__doc__)
     parser.add_argument("figure", help=", ".join(FIGURES) + " or table")
-    parser.add_argument("runs", nargs="+", help="folders of finished runs")
+    parser.add_argument("runs", nargs="*", help="folders of finished runs")
     parser.add_argument("--at", default="128x16", help="positions, drift: commands x spacing [128x16]")
     parser.add_argument("--best", help="a setting of which only the best value is shown, as learning_rate")
     parser.add_argument("--save", help="file, .png or .svg, .csv for a table [out/FIGURE.png, out/table.csv]")
@@ -362,7 +410,9 @@ def main(argv):
     one_of("--save: the ending", path.suffix, endings)
     if path.exists() and not args.overwrite:
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
-    groups = load(args.runs, args.best)
+    if not args.runs and args.figure != "filters":
+        raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
+    groups = load(args.runs, args.best) if args.runs else {}
     figure = FIGURES[args.figure](groups, args.at) if args.figure in FIGURES else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -709,6 +709,8 @@ def test_sinkhorn_flags_what_has_underflowed():
     found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, forced)[0, [0, 2000, -1]])
     assert ok.tolist() == [True, True, False] and np.isfinite(found).all()
     assert np.allclose(found[1], np.eye(3))
+    found, ok = pfsa.sinkhorn(np.zeros((3, 3)))
+    assert not ok and np.isfinite(found).all()
 
 
 def test_a_filter_of_100000_steps_has_no_nan():
@@ -835,8 +837,12 @@ def test_a_model_learns_to_believe(tmp_path):
               "--eval-at", "8x2", "--learning-rate", 3e-3) == 0
     [row] = json.loads((only(tmp_path) / "result.json").read_text())["eval"]
     assert row["kl"] < 0.02 < 0.2 < row["floor"]
-    forced = ["--reveals", "adversarial", "--eval-at", "8x2"]
-    assert train.main(["--eval", str(only(tmp_path)), *forced]) == 0
+    forced, run = ["--reveals", "adversarial", "--eval-at", "8x2"], str(only(tmp_path))
+    assert train.main(["--eval", run, *forced]) == 0
+    assert plot.main(["nats", run, "--save", str(tmp_path / "nats.png")]) == 0
+    assert plot.main(["table", run, "--save", str(tmp_path / "t.csv")]) == 0
+    [line] = csv.DictReader(open(tmp_path / "t.csv"))
+    assert abs(float(line["kl"]) - row["kl"]) < 1e-4 and abs(float(line["floor"]) - row["floor"]) < 1e-4
 
 
 @pytest.mark.parametrize("args, says", [
