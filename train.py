@@ -287,8 +287,8 @@ def show_eval(row, task, stages):
     L, S = row["commands"], row["spacing"]
     trained = "trained here" if (L, S) in [(s.commands, s.spacing) for s in stages] else "never seen"
     if "kl" in row:
-        return (f"eval    {L} commands, a print in {S}: KL {row['kl']:.4f} nats an answer; loss "
-                f"{row['loss']:.3f}, the floor {row['floor']:.3f} ({trained})")
+        return (f"eval    {L} commands, a print in {S}, {task.reveals}: KL {row['kl']:.4f} nats an answer; "
+                f"loss {row['loss']:.3f}, the floor {row['floor']:.3f}")
     return (f"eval    {L} commands, spacing {S}: {row['reveal_acc']:.2%} right, the last "
             f"{row['final_acc']:.2%} (chance {task.chance:.1%}; {trained})")
 
