@@ -222,9 +222,6 @@ def marginals(beliefs, n):
     return np.tensordot(np.asarray(beliefs, float), one_hot, 1)
 
 
-SCHEDULES = ("random", "periodic", "adversarial", "none")
-
-
 def schedule(rng, n, B, L, kind="random", every=2):
     """-> queries (B, L) for `maybe_swaps(n)`. random: L // every of them are prints, at random places, the
     same in all B. periodic: each `every`-th is. none: swaps only. What is swapped and printed is drawn

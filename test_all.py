@@ -443,6 +443,16 @@ def test_the_rows_that_a_gpu_would_print_are_printed(capsys):
     assert times.count("|") == 3
 
 
+@triton_is_here
+def test_kernels_are_tried_out_before_auto_uses_them_and_only_then(monkeypatch):
+    """Were "triton" to try them out as well, trying them out would never end."""
+    assert kernels.tried_out(torch.device(DEVICE), torch.float32, 16, 16) < TOLERANCE[torch.float32]
+    monkeypatch.setattr(kernels, "tried_out", lambda *args: pytest.fail("asked for, yet tried out"))
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert kernels.resolve_backend("triton", "cuda") == ("triton", "as asked")
+
+
 def test_what_the_kernels_cannot_do_is_said(monkeypatch):
     q, k, v, beta = example("random", T=3, K=16, V=200, dtype=torch.float32)
     if kernels.triton:
@@ -668,7 +678,8 @@ def test_the_papers_numbers_come_out_exactly():
     forced = [[pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 3]
     H = pfsa.marginal_filter(3, forced)[0, ::2]
     assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125]
-    assert f"{0.9 ** 100:.3g}" == "2.66e-05"
+    nine_in_ten = pfsa.PFSA([[[0.9, 0.9], [0.1, 0.1]]] * 2, np.eye(2, dtype=int), [0.9, 0.1], [[0, 1]])
+    assert f"{pfsa.linear_filter(nine_in_ten, [[0] * 100])[0, -1].sum():.3g}" == "2.66e-05"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
