@@ -22,6 +22,7 @@ import argparse
 import difflib
 import re
 import sys
+import zlib
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -135,23 +136,23 @@ class Batch:
 
 
 class Stage(NamedTuple):
-    """A step of a curriculum, written LxS, or LxS:M where a permutation moves at most M of the variables."""
+    """A step of a curriculum, written LxS or LxS:KIND: what a task has several kinds of, see its `check`."""
     commands: int
     spacing: int
-    moved: int = 0                          # 0: all of them
+    kind: str = ""                          # the usual one
 
     def __str__(self):
-        return f"{self.commands}x{self.spacing}" + (f":{self.moved}" if self.moved else "")
+        return f"{self.commands}x{self.spacing}" + f":{self.kind}" * bool(self.kind)
 
 
 def parse_stages(text, task):
     """'8x1 16x2' -> [Stage(8, 1), Stage(16, 2)]. Raises UserError for what `task` does not have."""
     stages = []
     for word in text.split() or [text]:
-        match = re.fullmatch(r"(\d{1,6})x(\d{1,6})(?::(\d+))?", word)
+        match = re.fullmatch(r"(\d{1,6})x(\d{1,6})(?::(\w+))?", word)
         if not match:
             raise UserError(f"'{word}' is no stage: write COMMANDSxSPACING, as in \"8x1 16x2 64x8\"")
-        stage = Stage(*(int(number or 0) for number in match.groups()))
+        stage = Stage(int(match[1]), int(match[2]), match[3] or "")
         if not 1 <= stage.spacing <= stage.commands:
             raise UserError(f"stage {word}: write at least 1 command, and a spacing of 1 to that many")
         task.check(stage)
@@ -164,7 +165,8 @@ SPLITS = {"train": 0, "test": 1}
 
 def generator(seed, split, stage, t):
     """The random generator of batch t: its own, whatever was drawn before it."""
-    return np.random.default_rng([seed, SPLITS[split], *stage, t])
+    L, S, kind = stage
+    return np.random.default_rng([seed, SPLITS[split], L, S, zlib.crc32(kind.encode()), t])  # of "" it is 0
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -182,10 +184,11 @@ class Repl:
     """REPL traces: n assignments, then L commands; after every S-th, one uniformly drawn variable is printed.
 
     A command swaps two variables (moves="swap", uniform over pairs) or permutes all n (moves="perm", uniform
-    over n!). P1's figure also prints once before the first command; ours comes after S of them.
+    over n!; of a stage LxS:M, at most M of them). P1's figure also prints once before the first command; ours comes after S of them.
     n_vars is 2 to 9: values are single digits, so lines of a kind are equally long and nothing is padded.
     Raises UserError where a setting is out of range."""
     curriculum = "8x1 16x2 32x4 64x8"       # P1 section 4
+    stage_samples = 0                       # a stage is passed when its reveals are right
     next_token = True                       # learned as text, from the next token
 
     def __init__(self, n_vars=5, moves="swap", tokenizer=None):
@@ -199,9 +202,9 @@ class Repl:
 
     def check(self, stage):
         """Raise UserError if this task has no such stage."""
-        if stage.moved and self.moves == "swap":
-            raise UserError(f"stage {stage}: ':{stage.moved}' is for --moves perm; a swap always moves two")
-        if stage.moved == 1 or stage.moved > self.n_vars:
+        if stage.kind and self.moves == "swap":
+            raise UserError(f"stage {stage}: ':{stage.kind}' is for --moves perm; a swap always moves two")
+        if stage.kind and stage.kind not in map(str, range(2, self.n_vars + 1)):
             raise UserError(f"stage {stage}: a permutation here moves 2 to {self.n_vars} variables")
 
     def beyond(self, last):
@@ -216,7 +219,7 @@ class Repl:
             moved = self.pairs[rng.integers(len(self.pairs), size=shape)]  # (B, L, 2)
             onto = moved[..., ::-1]
         else:                                                             # a random few, in random order
-            onto = rng.random(shape + (n,)).argsort(-1)[..., :stage.moved or n]
+            onto = rng.random(shape + (n,)).argsort(-1)[..., :int(stage.kind or n)]
             moved = np.sort(onto, -1)
         everyone = np.broadcast_to(np.arange(n), shape + (n,))
         source = everyone.copy()
@@ -229,7 +232,7 @@ class Repl:
 
     def batch(self, stage, size, seed, split, t):
         """Batch number t: `size` traces of a stage, of the "train" or the "test" stream of a seed."""
-        rng, n, (L, S, _) = generator(seed, split, stage, t), self.n_vars, stage
+        rng, n, L, S = generator(seed, split, stage, t), self.n_vars, stage.commands, stage.spacing
 
         # Execute: value[:, i] is what the n variables hold after i commands, counted from 0
         value = np.empty((size, L + 1, n), int)
@@ -308,37 +311,42 @@ def lay_out(kinds):
 class Hidden:
     """REPL traces whose branches nobody sees: n assignments, then L lines, maybe swaps and prints.
 
-    One line in S is a print, at random places (reveals="random"), or each S-th is ("periodic"), or every
-    second, always about the same pair ("adversarial"). What can be known is the exact belief over the n! ways
-    in which the variables may hold the values; `chances` are its odds for what a print will show. n_vars is 2
-    to 5. state: the number in pfsa.arrangements(n), one slot of n! classes. Raises UserError."""
-    curriculum = "32x2"
+    One line in S is a print, at random places; a stage LxS:KIND has another `pfsa.schedule`. What can be
+    known is the exact belief over the n! ways in which the variables may hold the values; `chances` are its
+    odds for what a print will show. n_vars is 2 to 5. state: the number in pfsa.arrangements(n), one slot of
+    n! classes. Raises UserError."""
+    curriculum = "4x2 8x2 16x2 32x2"
+    stage_samples = 3000                    # nobody can be 98 % right
     next_token = True
     lexemes = (*LEXEMES, ">>> from random import random\n", " = (", ") if random() < 0.5 else (")
 
-    def __init__(self, n_vars=3, reveals="random", tokenizer=None):
+    def __init__(self, n_vars=3, tokenizer=None):
         if not 2 <= n_vars <= 5:
             raise UserError(f"--n-vars {n_vars}: choose 2 to 5, a belief has n! entries")
-        one_of("--reveals", reveals, ("random", "periodic", "adversarial"))
-        self.n_vars, self.reveals, self.tokenizer = n_vars, reveals, tokenizer or Tokenizer(self.lexemes)
+        self.n_vars, self.tokenizer = n_vars, tokenizer or Tokenizer(self.lexemes)
         self.automaton, self.arrangements = pfsa.maybe_swaps(n_vars), np.array(pfsa.arrangements(n_vars))
         self.n_slots, self.n_classes, self.opening = 1, len(self.arrangements), n_vars + 1
         self.chance = 1 / n_vars
 
     def check(self, stage):
         """Raise UserError if this task has no such stage."""
-        if stage.moved:
-            raise UserError(f"stage {stage}: ':{stage.moved}' is for --task repl --moves perm")
+        one_of(f"stage {stage}: the kind", stage.kind or "random", pfsa.SCHEDULES)
+        if stage.kind in ("adversarial", "forced") and stage.spacing != 2:
+            raise UserError(f"stage {stage}: every second line is a print there, so write "
+                            f"{stage.commands}x2:{stage.kind}")
 
     def beyond(self, last):
-        """Where to evaluate after training up to `last`: there, and 4 and 16 times as far."""
-        return [Stage(last.commands * times, last.spacing) for times in (1, 4, 16)]
+        """Where to evaluate after training up to `last`: there, 4 and 16 times as far, and P1's Figure 10."""
+        lengths = [last.commands * times for times in (1, 4, 16)]
+        return [last._replace(commands=L) for L in lengths] + [Stage(L, 2, "forced") for L in lengths]
 
     def batch(self, stage, size, seed, split, t):
         """Batch number t: `size` traces of a stage, of the "train" or the "test" stream of a seed."""
-        rng, n, (L, S, _) = generator(seed, split, stage, t), self.n_vars, stage
-        queries = pfsa.schedule(rng, n, size, L, self.reveals, S)
+        rng, n, L = generator(seed, split, stage, t), self.n_vars, stage.commands
+        queries = pfsa.schedule(rng, n, size, L, stage.kind or "random", stage.spacing)
         symbols, states = self.automaton.sample(rng, size, L, queries)
+        if stage.kind == "forced":
+            symbols, states = pfsa.nothing_swapped(n, queries), 0 * states
         first = rng.permuted(np.tile(np.arange(n), (size, 1)), axis=1)    # (B, n), the values at the start
 
         # The automaton starts in order: rename its things to the values that stand there
@@ -422,6 +430,7 @@ class Group:
     slot with a class per element, and the state head reads it: the next token is random, so there is no
     next-token loss and no answer token. Raises UserError for an unknown group."""
     curriculum = "8x1 16x1 32x1 64x1"
+    stage_samples = 0
     next_token = False                      # learned from the states alone
     opening = 0                             # lines (here, tokens) before the first command
 
@@ -435,7 +444,7 @@ class Group:
 
     def check(self, stage):
         """Raise UserError if this task has no such stage."""
-        if stage.spacing != 1 or stage.moved:
+        if stage.spacing != 1 or stage.kind:
             raise UserError(f"stage {stage}: every token of a word has a label, so write {stage.commands}x1")
 
     def beyond(self, last):
@@ -486,20 +495,20 @@ def main(argv):
     parser.add_argument("task", help=" or ".join(TASKS))
     parser.add_argument("--n-vars", type=int, default=5, help="repl, pfsa: number of variables [5]")
     parser.add_argument("--moves", default="swap", help="repl: swap or perm [swap]")
-    parser.add_argument("--reveals", default="random", help="pfsa: random, periodic, adversarial [random]")
     parser.add_argument("--group", default="S5", help=f"group: one of {', '.join(GROUPS)} [S5]")
     parser.add_argument("--commands", type=int, default=8, help="commands of a trace, elements of a word [8]")
     parser.add_argument("--spacing", type=int, default=1, help="commands between two reveals [1]")
-    parser.add_argument("--moved", type=int, default=0, help="repl: variables a permutation moves [0: all]")
+    parser.add_argument("--kind", default="", help="of a stage: repl, how many variables a permutation moves "
+                        "at most; pfsa, " + ", ".join(pfsa.SCHEDULES))
     parser.add_argument("--samples", type=int, default=2, help="how many [2]")
     parser.add_argument("--seed", type=int, default=0, help="of the random generator, 0 or more [0]")
     args = parser.parse_args(argv)
     one_of("task", args.task, TASKS)
     if args.samples < 1 or args.seed < 0:
         raise UserError("--samples must be 1 or more, --seed 0 or more")
-    options = {"repl": (args.n_vars, args.moves), "pfsa": (args.n_vars, args.reveals), "group": (args.group,)}
+    options = {"repl": (args.n_vars, args.moves), "pfsa": (args.n_vars,), "group": (args.group,)}
     task = TASKS[args.task](*options[args.task])
-    [stage] = parse_stages(str(Stage(args.commands, args.spacing, args.moved)), task)
+    [stage] = parse_stages(str(Stage(args.commands, args.spacing, args.kind)), task)
     batch = task.batch(stage, args.samples, args.seed, "train", 0)
     for b in range(args.samples):
         print(f"sample {b}: {batch.tokens.shape[1]} tokens, chance {task.chance:.3g}")

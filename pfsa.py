@@ -222,20 +222,31 @@ def marginals(beliefs, n):
     return np.tensordot(np.asarray(beliefs, float), one_hot, 1)
 
 
+SCHEDULES = "random", "periodic", "none", "adversarial", "forced"
+
+
 def schedule(rng, n, B, L, kind="random", every=2):
     """-> queries (B, L) for `maybe_swaps(n)`. random: L // every of them are prints, at random places, the
     same in all B. periodic: each `every`-th is. none: swaps only. What is swapped and printed is drawn
-    evenly. adversarial: swap the last two, print the first of these, and again (P1 Figure 10, where the
-    answers are forced, too)."""
+    evenly. adversarial: swap the last two, print the first of these, and again. forced: for P1 Figure 10,
+    which shows `nothing_swapped`; the same, and the last two lines print the one and the other."""
+    if kind not in SCHEDULES:
+        raise ValueError(f"schedule {kind}: choose one of {', '.join(SCHEDULES)}")
     swaps, t = n * (n - 1) // 2, np.arange(L)
-    prints = {"random": lambda: rng.permutation(L) < L // every, "periodic": lambda: t % every == every - 1,
-              "adversarial": lambda: t % 2 == 1, "none": lambda: t < 0}
-    if kind not in prints:
-        raise ValueError(f"schedule {kind}: choose one of {', '.join(prints)}")
     swapped, printed = rng.integers(swaps, size=(B, L)), rng.integers(n, size=(B, L))
-    if kind == "adversarial":
-        swapped, printed = swap(n, n - 2, n - 1), n - 2
-    return np.broadcast_to(np.where(prints[kind](), swaps + printed, swapped), (B, L))
+    if kind in ("adversarial", "forced"):
+        swapped, printed = swap(n, n - 2, n - 1), np.full(L, n - 2)
+    prints = {"random": rng.permutation(L) < L // every, "periodic": t % every == every - 1, "none": t < 0,
+              "adversarial": t % 2 == 1, "forced": (t % 2 == 1) | (t >= L - 2)}[kind]
+    if kind == "forced":
+        printed[-1] = n - 1
+    return np.broadcast_to(np.where(prints, swaps + printed, swapped), (B, L))
+
+
+def nothing_swapped(n, queries):
+    """What is seen where no maybe swap ever swaps: queries of `maybe_swaps(n)` -> symbols, i holds i."""
+    i = queries - n * (n - 1) // 2
+    return np.where(i < 0, queries, holds(n, i, i))
 
 
 def figure_9():

@@ -32,14 +32,16 @@ import torch.nn.functional as F
 import pfsa
 from data import Parser, Stage, UserError, one_of, parse_stages, start
 from models import DeltaNet, GatedDeltaNet
-from train import load_model
+from train import load_model, stage_of
 
 
-def lines(curves, x_label, y_label, title, chance=None):
+def lines(curves, x_label, y_label, title, chance=None, axes=None):
     """-> a figure with one line and band per label. curves: {label: [(x, y), ...]}, a pair of 1-d arrays per
-    seed. All seeds are drawn over the x of the longest, each keeping its last y after its end."""
+    seed. All seeds are drawn over the x of the longest, each keeping its last y after its end. Give axes to
+    draw into a figure that is there."""
     many = len(curves) > 5
-    figure, axes = plt.subplots(figsize=(10 if many else 7, 4), layout="constrained")
+    if axes is None:
+        _, axes = plt.subplots(figsize=(10 if many else 7, 4), layout="constrained")
     axes.set_prop_cycle(color=plt.get_cmap("tab20" if len(curves) > 10 else "tab10").colors)
     for label, seeds in curves.items():
         x = max((x for x, _ in seeds), key=lambda x: x[-1])
@@ -52,7 +54,7 @@ def lines(curves, x_label, y_label, title, chance=None):
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, **({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if many else {}))
-    return figure
+    return axes.figure
 
 
 def tiles(axes, cells, rows, columns):
@@ -136,12 +138,12 @@ def positions(groups, at):
     curves = {}
     for label, runs in groups.items():
         for result, folder in runs:
-            found = {f"{row['commands']}x{row['spacing']}": row["by_reveal"] for row in result["eval"]}
+            found = {str(stage_of(row)): row["by_reveal"] for row in result["eval"]}
             one_of(f"--at, in {folder}:", at, found)
             y = np.array(found[at])
             curves.setdefault(label, []).append((np.arange(1, len(y) + 1), y))
     curves = dict(sorted(curves.items(), key=lambda item: -np.mean([y for _, y in item[1]])))
-    commands, spacing = at.split("x")
+    commands, spacing = at.partition(":")[0].split("x")
     return lines(curves, f"reveal (one after every {spacing} commands)", "accuracy on held-out traces",
                  f"Tracking through {commands} commands", chance_of(groups))
 
@@ -152,7 +154,7 @@ def scores(groups, at):
     for label, runs in groups.items():
         for result, _ in runs:
             for row in result["eval"]:
-                columns.append(f"{row['commands']}x{row['spacing']}")
+                columns.append(str(stage_of(row)))
                 cells.setdefault((label, columns[-1]), []).append(row["reveal_acc"])
     columns = list(dict.fromkeys(columns))
     rows = sorted(groups, key=lambda row: -sum(np.median(cells.get((row, c), 0)) for c in columns))
@@ -179,17 +181,24 @@ def final(groups, at):
 
 
 def nats(groups, at):
-    """Hidden branches: KL from the exact odds of an answer to the model's, over the length of traces."""
-    curves = {}
+    """Hidden branches: KL from the exact odds of an answer to the model's, over the length of traces, a panel
+    per kind of prints."""
+    kinds = {}                                                            # {kind: {label: [(x, y), ...]}}
     for label, runs in groups.items():
         for result, folder in runs:
-            found = sorted((row["commands"], row["kl"]) for row in result["eval"] if "kl" in row)
-            if not found:
+            if "kl" not in result["eval"][0]:
                 raise UserError(f"{folder} has no KL: give runs of --task pfsa")
-            curves.setdefault(label, []).append(tuple(np.array(found).T))
-    figure = lines(curves, "lines of code", "KL to the exact odds, nats an answer", "Hidden branches")
-    figure.axes[0].set(xscale="log", yscale="log")
-    return figure
+            for kind in dict.fromkeys(row["kind"] for row in result["eval"]):
+                found = sorted((row["commands"], row["kl"]) for row in result["eval"] if row["kind"] == kind)
+                kinds.setdefault(kind, {}).setdefault(label, []).append(tuple(np.array(found).T))
+    figure, [panels] = plt.subplots(1, len(kinds), figsize=(2 + 5 * len(kinds), 4), layout="constrained",
+                                    sharey=True, squeeze=False)
+    for axes, (kind, curves) in zip(panels, kinds.items()):
+        lines(curves, "lines of code", "KL to the exact odds, nats an answer", f"Prints: {kind or 'random'}",
+              axes=axes)
+        axes.set(xscale="log", yscale="log")
+    for axes in panels[:-1]:
+        axes.get_legend().remove()
 
 
 def filters(groups, at):
@@ -230,18 +239,18 @@ def table(groups, path):
     with open(path, "w", newline="") as file:
         rows = csv.writer(file)
         evaluated = [row for runs in groups.values() for result, _ in runs for row in result["eval"]]
-        more = ["kl", "loss", "floor"] if any("kl" in row for row in evaluated) else []
-        columns = "run seed params samples seconds commands spacing reveal_acc final_acc to_98"
+        more = ["kl", "final_kl", "loss", "floor"] if any("kl" in row for row in evaluated) else []
+        columns = "run seed params samples seconds commands spacing kind reveal_acc final_acc to_98"
         rows.writerow(columns.split() + more)
         for label, runs in groups.items():
             for result, folder in runs:
                 cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1)]
                 first = samples_to(0.98, folder)
                 for row in result["eval"]:
-                    stage = row["commands"], row["spacing"]
+                    stage = stage_of(row)
                     score = [round(row[k], 4) for k in ("reveal_acc", "final_acc")]
                     nats = [round(row[k], 5) for k in more if k in row]
-                    rows.writerow([label, *cost, *stage, *score, first.get(stage, ""), *nats])
+                    rows.writerow([label, *cost, *stage, *score, first.get(stage[:2], ""), *nats])
 
 
 def samples_to(accuracy, folder):

@@ -175,7 +175,7 @@ def chi_square(counts, n_classes):
 def test_commands_are_uniform(moves, moved, n_classes):
     """chi-square with n_classes - 1 degrees of freedom: mean n - 1, standard deviation sqrt(2 (n - 1))."""
     task = Repl(5, moves)
-    _, source = task.commands(np.random.default_rng(0), 3000, Stage(8, 1, moved))
+    _, source = task.commands(np.random.default_rng(0), 3000, Stage(8, 1, str(moved or "")))
     counts = Counter(map(tuple, source.reshape(-1, 5).tolist()))
     identity = counts.pop((0, 1, 2, 3, 4), 0)
     if moved == 2:  # two variables, in either order: half of them stay
@@ -202,8 +202,8 @@ def test_bad_stages_are_refused(text):
 
 
 def test_a_permutation_stage_is_within_the_variables():
-    assert parse_stages("8x1:3 8x2", Repl(5, "perm")) == [Stage(8, 1, 3), Stage(8, 2)]
-    for text in ("8x1:1", "8x1:6"):
+    assert parse_stages("8x1:3 8x2", Repl(5, "perm")) == [Stage(8, 1, "3"), Stage(8, 2)]
+    for text in ("8x1:1", "8x1:6", "8x1:forced"):
         with pytest.raises(UserError):
             parse_stages(text, Repl(5, "perm"))
 
@@ -780,25 +780,26 @@ def branches_of(text):
     return odds, shown
 
 
-@pytest.mark.parametrize("n_vars, reveals, stage", [
-    (3, "random", Stage(12, 2)), (4, "periodic", Stage(12, 3)), (5, "random", Stage(10, 5)),
-    (3, "adversarial", Stage(16, 2))])
-def test_the_chances_of_an_answer_are_those_of_all_branches_tried(n_vars, reveals, stage):
-    task = data.Hidden(n_vars, reveals)
-    batch = task.batch(stage, 10, 0, "train", 0)
+@pytest.mark.parametrize("n_vars, stage, prints", [
+    (3, "12x2", 6), (4, "12x3:periodic", 4), (5, "10x5", 2), (3, "16x2:adversarial", 8),
+    (3, "16x2:forced", 9)])
+def test_the_chances_of_an_answer_are_those_of_all_branches_tried(n_vars, stage, prints):
+    task = data.Hidden(n_vars)
+    batch = task.batch(*parse_stages(stage, task), 10, 0, "train", 0)
     for b, text in enumerate(texts(task, batch)):
         odds, shown = branches_of(text)
         assert task.tokenizer.decode(batch.tokens[b][batch.answer[b]].tolist()) == "".join(map(str, shown))
         for chances, counts in zip(batch.chances[b][batch.answer[b]], odds):
             want = [counts[value] / counts.total() for value in range(1, n_vars + 1)]
             assert np.allclose(chances, want, atol=1e-6)
-        assert len(shown) == stage.commands // (2 if reveals == "adversarial" else stage.spacing)
+        assert len(shown) == prints
 
 
-def test_hidden_traces_are_python_that_prints_what_they_say(capsys):
+@pytest.mark.parametrize("stage", ["40x2", "40x2:adversarial", "40x2:forced"])
+def test_hidden_traces_are_python_that_prints_what_they_say(capsys, stage):
     """Run in a real interpreter, with random() returning the branches that were taken."""
     task = data.Hidden(4)
-    batch = task.batch(Stage(40, 2), 20, 0, "test", 0)
+    batch = task.batch(*parse_stages(stage, task), 20, 0, "test", 0)
     for b, text in enumerate(texts(task, batch)):
         lines, scope, held = text.splitlines(), {}, None
         for line, end in zip(lines, batch.line_end[b].nonzero()[:, 0].tolist()):
@@ -815,9 +816,21 @@ def test_hidden_traces_are_python_that_prints_what_they_say(capsys):
         assert capsys.readouterr().out.splitlines() == printed
 
 
+def test_figure_10_always_shows_the_same_and_ends_with_what_must_be_known():
+    task = data.Hidden(3)
+    for text, first in ((text, text.splitlines()[1:4]) for text in
+                        texts(task, task.batch(Stage(100, 2, "forced"), 10, 0, "test", 0))):
+        b, c = (line[-1] for line in first[1:])
+        odds, shown = branches_of(text)
+        assert shown == [int(b)] * 50 + [int(c)]
+        assert odds[-1] == {int(c): odds[-1].total()} and set(odds[0].values()) == {1}
+        assert "\n".join(text.splitlines()[4:7]) == \
+            f">>> b, c = (c, b) if random() < 0.5 else (b, c)\n>>> print('b', b)\nb {b}"
+
+
 def test_kl_is_zero_for_the_exact_chances_and_known_for_a_uniform_guess():
     cfg = train.Config(task="pfsa", n_vars=3, eval_samples=20, batch_size=10)
-    task, [stage] = train.build_task(cfg)
+    task, [*_, stage] = train.build_task(cfg)
 
     class Knows(torch.nn.Module):
         """Stands in for a model; its hidden vectors are log-probabilities of the next token."""
@@ -833,7 +846,8 @@ def test_kl_is_zero_for_the_exact_chances_and_known_for_a_uniform_guess():
     model = Knows()
     model.guess = lambda chances: chances
     exact = train.evaluate(cfg, model, task, stage, CPU)
-    assert abs(exact["kl"]) < 1e-9 and abs(exact["loss"] - exact["floor"]) < 1e-9 and exact["floor"] > 0.2
+    assert abs(exact["kl"]) < 1e-8 and abs(exact["final_kl"]) < 1e-8      # chances are in fp32
+    assert abs(exact["loss"] - exact["floor"]) < 1e-9 and exact["floor"] > 0.2
     model.guess = lambda chances: torch.full_like(chances, 1 / 3)
     even = train.evaluate(cfg, model, task, stage, CPU)
     assert abs(even["loss"] - math.log(3)) < 1e-6
@@ -844,21 +858,23 @@ def test_kl_is_zero_for_the_exact_chances_and_known_for_a_uniform_guess():
 
 def test_a_model_learns_to_believe(tmp_path):
     """Two variables: all there is to know is whether a swap came since the last print."""
-    assert go(tmp_path, "--task", "pfsa", "--n-vars", 2, "--curriculum", "8x2", "--max-samples", 6400,
-              "--eval-at", "8x2", "--learning-rate", 3e-3) == 0
-    [row] = json.loads((only(tmp_path) / "result.json").read_text())["eval"]
+    assert go(tmp_path, "--task", "pfsa", "--n-vars", 2, "--curriculum", "8x2", "--stage-samples", 6400,
+              "--eval-at", "8x2 8x2:forced", "--learning-rate", 3e-3) == 0
+    row, _ = json.loads((only(tmp_path) / "result.json").read_text())["eval"]
     assert row["kl"] < 0.02 < 0.2 < row["floor"]
-    forced, run = ["--reveals", "adversarial", "--eval-at", "8x2"], str(only(tmp_path))
-    assert train.main(["--eval", run, *forced]) == 0
+    run = str(only(tmp_path))
+    assert train.main(["--eval", run, "--eval-at", "8x2:adversarial"]) == 0
     assert plot.main(["nats", run, "--save", str(tmp_path / "nats.png")]) == 0
     assert plot.main(["table", run, "--save", str(tmp_path / "t.csv")]) == 0
-    [line] = csv.DictReader(open(tmp_path / "t.csv"))
+    line, forced = csv.DictReader(open(tmp_path / "t.csv"))
+    assert forced["kind"] == "forced" and float(forced["final_kl"]) >= 0
     assert abs(float(line["kl"]) - row["kl"]) < 1e-4 and abs(float(line["floor"]) - row["floor"]) < 1e-4
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--n-vars", "6"], "choose 2 to 5"), (["--n-vars", "3", "--reveals", "often"], "Choose one of random"),
-    (["--n-vars", "3", "--curriculum", "8x2:2"], "--task repl --moves perm"),
+    (["--n-vars", "6"], "choose 2 to 5"),
+    (["--n-vars", "3", "--curriculum", "8x2:often"], "Choose one of random"),
+    (["--n-vars", "3", "--eval-at", "8x4:forced"], "every second line is a print there, so write 8x2:forced"),
     (["--n-vars", "3", "--carry", "2"], "leave it at 1")])
 def test_bad_settings_of_hidden_branches_are_one_line(args, says):
     with pytest.raises(UserError, match=says):

@@ -48,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import TASKS, Parser, Tokenizer, UserError, one_of, parse_stages, start
+from data import TASKS, Parser, Stage, Tokenizer, UserError, one_of, parse_stages, start
 from kernels import resolve_backend
 from models import LM, MIXERS
 
@@ -60,9 +60,8 @@ class Config:
     task: str = "repl"             # repl (Python traces), pfsa (with hidden branches) or group (words)
     n_vars: int = 5                # variables; repl: 2 to 9, with five, permutations form S5; pfsa: 2 to 5
     moves: str = "swap"            # repl: a command is a swap of two variables, or a perm(utation) of all
-    reveals: str = "random"        # pfsa: which lines print: random, periodic or adversarial
     group: str = "S5"              # group: one of data.py's GROUPS
-    curriculum: str = "auto"       # stages "LxS LxS ..."; "8x1:3" permutes at most 3; auto: the task's own
+    curriculum: str = "auto"       # stages "LxS LxS ..."; LxS:KIND is for data.py; auto: the task's own
     # the model: these make 77 thousand parameters
     d_model: int = 64              # width
     d_mlp: int = 128               # width inside the MLP
@@ -84,7 +83,7 @@ class Config:
     grad_clip: float = 1.0         # norm at which gradients are clipped
     # when to move on, when to stop
     advance: float = 0.98          # pass a stage at this reveal accuracy, mean of the last 10 batches
-    stage_samples: int = 0         # not 0: pass each stage after this many traces instead
+    stage_samples: int = 0         # not 0: pass each stage after this many traces instead (pfsa: 3000)
     carry: int = 1                 # last stage: traces so many times as long, in steps; the state goes on
     max_samples: int = 100000      # stop after this many traces, wherever the curriculum is
     until: float = 0.0             # not 0: stop at this reveal accuracy on held-out traces of the last stage
@@ -105,7 +104,7 @@ class Config:
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
 POSITIVE = """d_model d_mlp n_layer n_head beta_max n_householder batch_size learning_rate grad_clip advance
 carry max_samples eval_samples eval_every segment save_every""".split()
-WITH_EVAL = "eval_at eval_samples reveals segment seed device dtype".split()  # --eval, --play may change them
+WITH_EVAL = "eval_at eval_samples segment seed device dtype".split()  # --eval, --play may change them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BESIDE_THE_POINT = "device save_every out name".split()               # what does not change a run's outcome
 
@@ -149,7 +148,7 @@ def parse(argv):
 def build_task(cfg, tokenizer=None):
     """-> task, and the stages of its curriculum."""
     one_of("--task", cfg.task, TASKS)
-    options = {"repl": (cfg.n_vars, cfg.moves), "pfsa": (cfg.n_vars, cfg.reveals), "group": (cfg.group,)}
+    options = {"repl": (cfg.n_vars, cfg.moves), "pfsa": (cfg.n_vars,), "group": (cfg.group,)}
     task = TASKS[cfg.task](*options[cfg.task], tokenizer)
     return task, parse_stages(task.curriculum if cfg.curriculum == "auto" else cfg.curriculum, task)
 
@@ -158,9 +157,14 @@ def eval_stages(cfg, task, stages):
     return task.beyond(stages[-1]) if cfg.eval_at == "auto" else parse_stages(cfg.eval_at, task)
 
 
+def stage_samples(cfg):
+    """Traces after which a stage is passed, 0 if that depends on what the model has learned."""
+    return cfg.stage_samples or TASKS[cfg.task].stage_samples
+
+
 def total_samples(cfg, stages):
     """Traces after which a run ends at the latest."""
-    return cfg.stage_samples * len(stages) or cfg.max_samples
+    return stage_samples(cfg) * len(stages) or cfg.max_samples
 
 
 def pick_device(name):
@@ -255,8 +259,9 @@ def evaluate(cfg, model, task, stage, device):
     time and carries the state, so memory does not grow with the length (but for a Transformer's cache).
 
     -> {"commands", "spacing", "reveal_acc", "final_acc", "by_reveal": accuracy at each reveal of a trace}. Of
-    hidden branches also, in nats an answer: "kl", the model's chances measured by the exact ones; "loss", at
-    the answers that were sampled; "floor", what that is for the exact chances, the least anyone can have."""
+    hidden branches also, in nats an answer: "kl", the model's chances measured by the exact ones, "final_kl",
+    the same at the last; "loss", at the answers that were sampled; "floor", what that is for the exact
+    chances, the least anyone can have."""
     right, nats = [], {"kl": [], "loss": [], "floor": []}
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
         size = min(cfg.batch_size, cfg.eval_samples - first)
@@ -278,17 +283,25 @@ def evaluate(cfg, model, task, stage, device):
             nats["loss"].append(-log_q.gather(-1, at))
             nats["floor"].append(-p.gather(-1, at - ord("1")).log())
     by_reveal = torch.cat(right).double().mean(0)                        # (R,)
-    return {"commands": stage.commands, "spacing": stage.spacing, "reveal_acc": by_reveal.mean().item(),
-            "final_acc": by_reveal[-1].item(), "by_reveal": by_reveal.tolist(),
-            **{name: torch.cat(x).mean().item() for name, x in nats.items() if x}}
+    row = {**stage._asdict(), "reveal_acc": by_reveal.mean().item(), "final_acc": by_reveal[-1].item(),
+           "by_reveal": by_reveal.tolist()}
+    if nats["kl"]:
+        row.update({name: torch.cat(x).mean().item() for name, x in nats.items()},
+                   final_kl=torch.cat(nats["kl"])[:, -1].mean().item())
+    return row
+
+
+def stage_of(row):
+    """Where a row of evaluate() was measured."""
+    return Stage(row["commands"], row["spacing"], row["kind"])
 
 
 def show_eval(row, task, stages):
-    L, S = row["commands"], row["spacing"]
-    trained = "trained here" if (L, S) in [(s.commands, s.spacing) for s in stages] else "never seen"
+    L, S, kind = stage = stage_of(row)
+    trained = "trained here" if stage in stages else "never seen"
     if "kl" in row:
-        return (f"eval    {L} commands, a print in {S}, {task.reveals}: KL {row['kl']:.4f} nats an answer; "
-                f"loss {row['loss']:.3f}, the floor {row['floor']:.3f}")
+        return (f"eval    {L} lines, prints {kind or 'random'}, 1 in {S}: KL {row['kl']:.4f} nats an answer "
+                f"(the last {row['final_kl']:.4f}); loss {row['loss']:.3f}, the floor {row['floor']:.3f}")
     return (f"eval    {L} commands, spacing {S}: {row['reveal_acc']:.2%} right, the last "
             f"{row['final_acc']:.2%} (chance {task.chance:.1%}; {trained})")
 
@@ -449,7 +462,7 @@ class Interrupt:
 def train(cfg, task, stages, model, folder, device, saved=None):
     """Train, from the start or from the checkpoint `saved`; write ckpt.pt and metrics.csv into `folder`.
     -> progress (a dict), and why it ended: "done", "interrupted" or "nan"."""
-    total = total_samples(cfg, stages)
+    fixed, total = stage_samples(cfg), total_samples(cfg, stages)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     p = {"step": 0, "samples": 0, "stage": 0, "stage_from": 0, "recent": [], "passed": [],
          "fall_from": total - cfg.cooldown, "state": None, "seconds": 0.0, "data_seconds": 0.0}
@@ -519,8 +532,8 @@ def train(cfg, task, stages, model, folder, device, saved=None):
             if last and 0 < cfg.until <= row.get("held_out_acc", 0):
                 break
 
-            if cfg.stage_samples:
-                enough = p["samples"] - p["stage_from"] >= cfg.stage_samples
+            if fixed:
+                enough = p["samples"] - p["stage_from"] >= fixed
             else:
                 enough = len(p["recent"]) == 10 and recent >= cfg.advance
             if enough and len(p["passed"]) == p["stage"]:
@@ -529,7 +542,7 @@ def train(cfg, task, stages, model, folder, device, saved=None):
                 p["passed"].append({"stage": str(stage), "samples": p["samples"], "seconds": p["seconds"]})
                 if not last:
                     p.update(stage=p["stage"] + 1, stage_from=p["samples"], recent=[])
-                elif not cfg.stage_samples:
+                elif not fixed:
                     p["fall_from"] = min(p["fall_from"], p["samples"])
                     bar.total = p["fall_from"] + cfg.cooldown
             if p["step"] % cfg.save_every == 0:
@@ -547,7 +560,7 @@ def introduce(cfg, task, stages, model, device, why, saved):
     width, default = cfg.d_model // cfg.n_head, asdict(Config())
     backend, because = resolve_backend("auto", device, DTYPES[cfg.dtype], width, width)
     changed = [f"{name}={value}" for name, value in asdict(cfg).items() if value != default[name]]
-    length = f"{cfg.stage_samples:,} traces" if cfg.stage_samples else f"until {cfg.advance:.0%} is right"
+    length = f"{stage_samples(cfg):,} traces" if stage_samples(cfg) else f"until {cfg.advance:.0%} is right"
     print(f"run     {run_folder(cfg)}: " + (", ".join(changed) or "every setting at its default"))
     if saved:
         print(f"resumed after step {saved['progress']['step']}, {saved['progress']['samples']:,} traces")
@@ -605,10 +618,10 @@ def table(results):
     """A line a run: what varied, its cost, and reveal accuracy at each evaluated stage."""
     configs = [r["config"] for r in results]
     varied = [name for name in HELP if len({c[name] for c in configs}) > 1 and name not in BESIDE_THE_POINT]
-    places = list(dict.fromkeys(f"{e['commands']}x{e['spacing']}" for r in results for e in r["eval"]))
+    places = list(dict.fromkeys(str(stage_of(row)) for r in results for row in r["eval"]))
     lines = [[*varied, "parameters", "traces", "seconds", "reached", *places]]
     for r in results:
-        accuracy = {f"{e['commands']}x{e['spacing']}": f"{e['reveal_acc']:.1%}" for e in r["eval"]}
+        accuracy = {str(stage_of(row)): f"{row['reveal_acc']:.1%}" for row in r["eval"]}
         lines.append([*(str(r["config"][name]) for name in varied), f"{r['params']:,}", f"{r['samples']:,}",
                       f"{r['seconds']:.0f}", r["stage_reached"], *(accuracy.get(at, "") for at in places)])
     widths = [max(map(len, column)) for column in zip(*lines)]
