@@ -180,11 +180,25 @@ def fill(template, values, tokenizer):
     return out
 
 
+def lay_out(kinds):
+    """Kinds of lines, each tokens (B, lines, width) and their numbers in the trace -> tokens (B, T), and for
+    each kind the places (lines, width) of its tokens in T. Line i is of one kind in all traces."""
+    widths = np.zeros(sum(len(numbers) for _, numbers in kinds), int)
+    for lines, numbers in kinds:
+        widths[numbers] = lines.shape[-1]
+    starts = widths.cumsum() - widths
+    tokens, places = np.empty((len(kinds[0][0]), widths.sum()), int), []
+    for lines, numbers in kinds:
+        places.append(starts[numbers][:, None] + np.arange(lines.shape[-1]))
+        tokens[:, places[-1]] = lines
+    return tokens, places
+
+
 class Repl:
     """REPL traces: n assignments, then L commands; after every S-th, one uniformly drawn variable is printed.
 
     A command swaps two variables (moves="swap", uniform over pairs) or permutes all n (moves="perm", uniform
-    over n!; of a stage LxS:M, at most M of them). P1's figure also prints once before the first command; ours comes after S of them.
+    over n!; in a stage LxS:M, at most M of them). P1's figure also prints once before the first command.
     n_vars is 2 to 9: values are single digits, so lines of a kind are equally long and nothing is padded.
     Raises UserError where a setting is out of range."""
     curriculum = "8x1 16x2 32x4 64x8"       # P1 section 4
@@ -251,23 +265,16 @@ class Repl:
         ask = fill(">>> print('?', ?)\n", np.stack([a + which, a + which], -1), self.tokenizer)
         tell = fill("? ?\n", np.stack([a + which, one + seen], -1), self.tokenizer)
 
-        # Lay out: lines of a kind have one width, so where each starts is arithmetic
-        head, wide, extra = n * assign.shape[-1], command.shape[-1], ask.shape[-1] + tell.shape[-1]
-        T = head + L * wide + len(when) * extra
-        at_assign = np.arange(n) * assign.shape[-1]
-        at_command = head + np.arange(L) * wide + np.arange(L) // S * extra
-        at_ask = head + when * wide + np.arange(len(when)) * extra
-        at_tell = at_ask + ask.shape[-1]
+        i, asked_at = np.arange(L), n + when + 2 * np.arange(len(when))   # a reveal is two lines
+        tokens, places = lay_out(((assign, np.arange(n)), (command, n + i + i // S * 2),
+                                  (ask, asked_at), (tell, asked_at + 1)))
         assigned = np.where(np.tri(n, dtype=bool), value[:, :1], -1)      # after line i, variables 0..i exist
-        tokens, state = np.empty((size, T), int), np.full((size, T, n), -1)
-        answer, line_end = np.zeros((size, T), bool), np.zeros((size, T), bool)
-        for lines, starts, after in ((assign, at_assign, assigned), (command, at_command, value[:, 1:]),
-                                     (ask, at_ask, value[:, when]), (tell, at_tell, value[:, when])):
-            columns = starts[:, None] + np.arange(lines.shape[-1])        # (lines, width)
-            tokens[:, columns] = lines
-            line_end[:, columns[:, -1]] = True
-            state[:, columns[:, -1]] = after
-        answer[:, at_tell + tell.shape[-1] - 2] = True                    # "a 3\n": just before the newline
+        state = np.full((*tokens.shape, n), -1)
+        answer, line_end = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+        for at, after in zip(places, (assigned, value[:, 1:], value[:, when], value[:, when])):
+            line_end[:, at[:, -1]] = True
+            state[:, at[:, -1]] = after
+        answer[:, places[-1][:, -2]] = True                               # "a 3\n": just before the newline
         return Batch(*map(torch.from_numpy, (tokens, answer, line_end, state)))
 
     def execute(self, line, held):
@@ -292,20 +299,6 @@ class Repl:
         if self.moves == "perm":
             example = f"{', '.join(names)} = {', '.join([*names[1:], first])}"
         raise UserError(f"this model knows lines like {example} and print('{last}', {last})")
-
-
-def lay_out(kinds):
-    """Kinds of lines, each tokens (B, lines, width) and their numbers in the trace -> tokens (B, T), and for
-    each kind the places (lines, width) of its tokens in T. Line i is of one kind in all traces."""
-    widths = np.zeros(sum(len(numbers) for _, numbers in kinds), int)
-    for lines, numbers in kinds:
-        widths[numbers] = lines.shape[-1]
-    starts = widths.cumsum() - widths
-    tokens, places = np.empty((len(kinds[0][0]), widths.sum()), int), []
-    for lines, numbers in kinds:
-        places.append(starts[numbers][:, None] + np.arange(lines.shape[-1]))
-        tokens[:, places[-1]] = lines
-    return tokens, places
 
 
 class Hidden:
