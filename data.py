@@ -8,21 +8,26 @@ training and test traces come from different random generators.
   repl    Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
   pfsa    the same with hidden branches, `a, b = (b, a) if random() < 0.5 else (a, b)` (P1 section 5)
   group   word problems (P1 Figure 2, centre; Merrill et al., arXiv 2404.08819): the running product of a word
+  parity, listperm, arith   straight-line programs that end in `assert x == answer` (P2 section 4, appendix C)
 
 Symbols: B batch, T tokens in a trace, n variables, L commands, S commands between two reveals (the spacing).
-P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs".
+P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs". P2 is "Grounding Code
+Understanding in Step-by-Step Execution".
 
 Look at samples:   python data.py repl --n-vars 3 --commands 4
                    python data.py pfsa --n-vars 3 --commands 8 --spacing 2
                    python data.py group --group S3 --commands 6
+                   python data.py arith --digits 2 --commands 4
 
 Not here: files, downloads, data loaders. Every task is made faster than a model can train on it.
 """
 import argparse
 import difflib
+import math
 import re
 import sys
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -78,6 +83,7 @@ def start(main):
 # Tokenizer: the 256 bytes, and a few pieces of Python that would otherwise cost several tokens
 
 LEXEMES = (">>> ", "print('", "', ", ")\n", " = ", ", ")  # variable names and digits stay tokens of their own
+PAD = 0                                                   # fills up traces of several lengths: the byte NUL
 
 
 class Tokenizer:
@@ -113,12 +119,12 @@ class Tokenizer:
 
 @dataclass
 class Batch:
-    """B traces of T tokens. A model predicts tokens[:, t] from tokens[:, :t]."""
+    """B traces of T tokens, PAD after their ends. A model predicts tokens[:, t] from tokens[:, :t]."""
     tokens: torch.Tensor                    # (B, T) int64
     answer: torch.Tensor                    # (B, T) bool: a revealed value; accuracy is about these
     line_end: torch.Tensor                  # (B, T) bool: last token of a line, where state supervision sits
     state: torch.Tensor                     # (B, T, slots) int64: true state after that line, -1 if undefined
-    state_text: torch.Tensor | None = None  # (B, lines, width) int64: the state as padded text, if no slots
+    state_text: torch.Tensor | None = None  # (B, lines, width) int64: the state as text, PAD where no line is
     belief: torch.Tensor | None = None      # (B, T, m) float: exact belief after that line, if it is hidden
     chances: torch.Tensor | None = None     # (B, T, n) float: of an answer's n values, given all before it
 
@@ -136,7 +142,7 @@ class Batch:
 
 
 class Stage(NamedTuple):
-    """A step of a curriculum, written LxS or LxS:KIND: what a task has several kinds of, see its `check`."""
+    """A step of a curriculum, written LxS, L for Lx1, or LxS:KIND where a task has kinds, see its `check`."""
     commands: int
     spacing: int
     kind: str = ""                          # the usual one
@@ -149,10 +155,10 @@ def parse_stages(text, task):
     """'8x1 16x2' -> [Stage(8, 1), Stage(16, 2)]. Raises UserError for what `task` does not have."""
     stages = []
     for word in text.split() or [text]:
-        match = re.fullmatch(r"(\d{1,6})x(\d{1,6})(?::(\w+))?", word)
+        match = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?(?::(\w+))?", word)
         if not match:
             raise UserError(f"'{word}' is no stage: write COMMANDSxSPACING, as in \"8x1 16x2 64x8\"")
-        stage = Stage(int(match[1]), int(match[2]), match[3] or "")
+        stage = Stage(int(match[1]), int(match[2] or 1), match[3] or "")
         if not 1 <= stage.spacing <= stage.commands:
             raise UserError(f"stage {word}: write at least 1 command, and a spacing of 1 to that many")
         task.check(stage)
@@ -194,6 +200,20 @@ def lay_out(kinds):
     return tokens, places
 
 
+def execute(first, source):
+    """Values (B, n) at first, and what variable i takes at each command, source (B, L, n) -> (B, L+1, n)."""
+    value = [first]
+    for takes in source.swapaxes(0, 1):
+        value.append(np.take_along_axis(value[-1], takes, 1))
+    return np.stack(value, 1)
+
+
+def shuffled(source):
+    """Each command as if it had been about the next variables, cyclically: a language as hard as ours, in
+    which the same text means something else. What a probe learns of it, the model did not know (train.py)."""
+    return np.roll((source + 1) % source.shape[-1], 1, -1)
+
+
 class Repl:
     """REPL traces: n assignments, then L commands; after every S-th, one uniformly drawn variable is printed.
 
@@ -204,6 +224,9 @@ class Repl:
     curriculum = "8x1 16x2 32x4 64x8"       # P1 section 4
     stage_samples = 0                       # a stage is passed when its reveals are right
     next_token = True                       # learned as text, from the next token
+    whole = False                           # a trace has many answers, not one of many tokens
+    shuffled = False                        # states as if commands meant something else, for train.py --probe
+    options = ["n_vars", "moves"]           # settings of train.py that it is made from
 
     def __init__(self, n_vars=5, moves="swap", tokenizer=None):
         if not 2 <= n_vars <= 9:
@@ -248,12 +271,10 @@ class Repl:
         """Batch number t: `size` traces of a stage, of the "train" or the "test" stream of a seed."""
         rng, n, L, S = generator(seed, split, stage, t), self.n_vars, stage.commands, stage.spacing
 
-        # Execute: value[:, i] is what the n variables hold after i commands, counted from 0
-        value = np.empty((size, L + 1, n), int)
-        value[:, 0] = rng.permuted(np.tile(np.arange(n), (size, 1)), axis=1)
+        first = rng.permuted(np.tile(np.arange(n), (size, 1)), axis=1)
         command, source = self.commands(rng, size, stage)
-        for i in range(L):
-            value[:, i + 1] = np.take_along_axis(value[:, i], source[:, i], axis=1)
+        value = execute(first, source)                                    # counted from 0
+        held = execute(first, shuffled(source)) if self.shuffled else value
 
         # Write: four kinds of lines, each (B, lines, width)
         when = np.arange(S, L + 1, S)                                     # reveal r follows command when[r]
@@ -271,7 +292,7 @@ class Repl:
         assigned = np.where(np.tri(n, dtype=bool), value[:, :1], -1)      # after line i, variables 0..i exist
         state = np.full((*tokens.shape, n), -1)
         answer, line_end = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
-        for at, after in zip(places, (assigned, value[:, 1:], value[:, when], value[:, when])):
+        for at, after in zip(places, (assigned, held[:, 1:], held[:, when], held[:, when])):
             line_end[:, at[:, -1]] = True
             state[:, at[:, -1]] = after
         answer[:, places[-1][:, -2]] = True                               # "a 3\n": just before the newline
@@ -310,7 +331,8 @@ class Hidden:
     n! classes. Raises UserError."""
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                    # nobody can be 98 % right
-    next_token = True
+    next_token, whole = True, False
+    options = ["n_vars"]
     lexemes = (*LEXEMES, ">>> from random import random\n", " = (", ") if random() < 0.5 else (")
 
     def __init__(self, n_vars=3, tokenizer=None):
@@ -424,8 +446,10 @@ class Group:
     next-token loss and no answer token. Raises UserError for an unknown group."""
     curriculum = "8x1 16x1 32x1 64x1"
     stage_samples = 0
-    next_token = False                      # learned from the states alone
+    next_token = whole = False              # learned from the states alone
     opening = 0                             # lines (here, tokens) before the first command
+    shuffled = False
+    options = ["group"]
 
     def __init__(self, group="S5", tokenizer=None):
         one_of("--group", group, GROUPS)
@@ -448,14 +472,207 @@ class Group:
         """Batch number t: `size` words of stage.commands elements."""
         rng = generator(seed, split, stage, t)
         tokens = self.letters[rng.integers(len(self.letters), size=(size, stage.commands))]
-        product = tokens.copy()
+        product = (tokens + self.shuffled) % len(self.elements)           # shuffled: it means the next one
         for i in range(1, stage.commands):
-            product[:, i] = self.mul[product[:, i - 1], tokens[:, i]]
+            product[:, i] = self.mul[product[:, i - 1], product[:, i]]
         nowhere, everywhere = np.zeros(tokens.shape, bool), np.ones(tokens.shape, bool)
         return Batch(*map(torch.from_numpy, (tokens, nowhere, everywhere, product[..., None])))
 
 
-TASKS = {"repl": Repl, "pfsa": Hidden, "group": Group}
+# ----------------------------------------------------------------------------------------------------------
+# parity, listperm, arith: straight-line programs that end in an assert (P2 section 4, appendix C)
+
+def stack(*kinds):
+    """Kinds of lines (B, lines, width), below each other, filled up with PAD to one width."""
+    width = max(x.shape[-1] for x in kinds)
+    return np.concatenate([np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in kinds], 1)
+
+
+class Program:
+    """What the three share. The answer stands in the last line, and is right if all of it is.
+
+    With sample_length, each training program has a length of its own, 2 to that of its stage: P2's
+    curriculum. Held-out ones are as long as their stage says. Raises UserError."""
+    curriculum = "16"
+    stage_samples = 0
+    next_token = whole = True
+    shuffled = False
+    n_slots = n_classes = opening = 0
+    longest = 10 ** 6
+    answers = b"0123456789"                                               # what they are made of
+
+    def __init__(self, sample_length=0, tokenizer=None):
+        if sample_length not in (0, 1):
+            raise UserError(f"--sample-length {sample_length}: give 1 for programs of 2 to L lines, 0 for L")
+        self.sample_length, self.tokenizer = sample_length, tokenizer or Tokenizer(self.lexemes)
+
+    def check(self, stage):
+        """Raise UserError if this task has no such stage."""
+        if stage.spacing != 1 or stage.kind:
+            raise UserError(f"stage {stage}: a program has one answer, at its end, so write {stage.commands}")
+        if not 2 <= stage.commands <= self.longest:
+            raise UserError(f"stage {stage}: a program here has 2 to {self.longest} lines")
+
+    def beyond(self, last):
+        """Where to evaluate after training up to `last`: there, and twice as far if there is such a stage."""
+        return [Stage(L, 1) for L in (last.commands, 2 * last.commands) if L <= self.longest]
+
+    def batch(self, stage, size, seed, split, t):
+        """Batch number t: `size` programs of a stage, of the "train" or the "test" stream of a seed."""
+        rng, L = generator(seed, split, stage, t), stage.commands
+        short = self.sample_length and split == "train"
+        length = rng.integers(2, L + 1, size=size) if short else np.full(size, L)
+
+        # Tokens of the lines (B, R, W) and of the last one (B, 1, W), PAD anywhere in them; then without gaps
+        lines, last, state, text = self.write(rng, length, L)
+        tokens, number = stack(lines, last), np.arange(lines.shape[1] + 1)[:, None]
+        answer = stack(np.zeros_like(lines), np.isin(last, [*self.answers]))
+        line_end = stack(lines == ord("\n"), np.zeros_like(last))
+        text = np.take_along_axis(text, (text == PAD).argsort(-1, kind="stable"), -1)
+        order, T = (tokens.reshape(size, -1) == PAD).argsort(1, kind="stable"), (tokens > 0).sum((1, 2)).max()
+        tokens, answer, line_end, number = (
+            np.take_along_axis(np.broadcast_to(x, tokens.shape).reshape(size, -1), order[:, :T], 1)
+            for x in (tokens, answer > 0, line_end > 0, number))
+        after = np.take_along_axis(stack(state, state[:, -1:]), number[..., None], 1)
+        state = np.where(line_end[..., None], after, -1)
+        return Batch(*map(torch.from_numpy, (tokens, answer, line_end, state, text)))
+
+
+class Parity(Program):
+    """P2 Figure 6: `p = 1`, then `p ^= 0` or `p ^= 1` for each further bit of a string. State: p."""
+    options = ["sample_length"]
+    lexemes = "p = ", "p ^= ", "assert p == "
+    n_slots, n_classes, chance = 1, 2, 1 / 2
+
+    def write(self, rng, length, L):
+        there = np.arange(L) < length[:, None]                            # (B, L)
+        bit = rng.integers(2, size=there.shape) * there
+        p = np.bitwise_xor.accumulate(bit, 1)
+        text = lambda template, x: fill(template, ord("0") + x[..., None], self.tokenizer)
+        rest = np.where(there[:, 1:, None], text("p ^= ?\n", bit[:, 1:]), PAD)
+        state = np.bitwise_xor.accumulate(bit ^ self.shuffled, 1)         # shuffled: 0 flips, 1 does not
+        return (stack(text("p = ?\n", bit[:, :1]), rest), text("assert p == ?\n", p[:, -1:]),
+                state[..., None], np.where(there, ord("0") + p, PAD)[..., None])
+
+
+class ListPerm(Program):
+    """P2 Figure 8: a list of 1 to n in any order, and L swaps of two of its places. State: the list."""
+    options = ["n_vars", "sample_length"]
+    lexemes = "a = [", "a[", "], a[", "] = a[", "assert a == [", ", "
+
+    def __init__(self, n_vars=5, sample_length=0, tokenizer=None):
+        if not 2 <= n_vars <= 9:
+            raise UserError(f"--n-vars {n_vars}: choose 2 to 9 elements, each a digit")
+        super().__init__(sample_length, tokenizer)
+        self.n_slots = self.n_classes = self.n_vars = n_vars
+        self.chance = 1 / math.factorial(n_vars)
+
+    def write(self, rng, length, L):
+        n, B, pairs = self.n_vars, len(length), np.array(list(combinations(range(self.n_vars), 2)))
+        there = np.arange(L) < length[:, None]                            # (B, L)
+        pair = pairs[rng.integers(len(pairs), size=(B, L))]               # (B, L, 2)
+        source = np.broadcast_to(np.arange(n), (B, L, n)).copy()          # place i takes what source[i] held
+        np.put_along_axis(source, pair, pair[..., ::-1], -1)
+        value = execute(rng.permuted(np.tile(np.arange(n), (B, 1)), axis=1), source)
+        held = execute(value[:, 0], shuffled(source)) if self.shuffled else value
+        final = value[np.arange(B), length, None]                         # (B, 1, n)
+        listed = "a = [" + ", ".join("?" * n) + "]\n"
+        text = lambda template, x: fill(template, ord("0") + x, self.tokenizer)
+        swaps = text("a[?], a[?] = a[?], a[?]\n", np.concatenate([pair, pair[..., ::-1]], -1))
+        exists = np.arange(L + 1)[:, None] <= length[:, None, None]
+        return (stack(text(listed, 1 + value[:, :1]), np.where(there[..., None], swaps, PAD)),
+                text("assert " + listed.replace("=", "=="), 1 + final), held,
+                np.where(exists, text(listed, 1 + value), PAD))
+
+
+class Arith(Program):
+    """P2 appendix C, sampled backwards from `assert a == ...`: L lines like `b = a - 12`; before them, one
+    that gives the variables they need numbers of `digits` digits. State, as text: all variables so far.
+
+    An operand is, each as likely, a number, a variable that a later line needs, or a new one. Ours: always
+    assign to a variable that a later line needs, so that no line is in vain; draw again where none would be
+    left to begin with."""
+    options = ["digits", "sample_length"]
+    lexemes = " = ", " + ", " - ", ", ", "assert a == "
+    curriculum = "4"
+    longest = 12                                                          # at most two new variables a line
+    answers = b"-0123456789\n"                                            # a number must also end
+
+    def __init__(self, digits=1, sample_length=0, tokenizer=None):
+        if not 1 <= digits <= 6:
+            raise UserError(f"--digits {digits}: choose 1 to 6")
+        super().__init__(sample_length, tokenizer)
+        self.digits, [self.equals, self.plus, self.minus, self.comma, _] = digits, range(256, 261)
+        given = self.batch(Stage(4, 1), 4096, 0, "test", 0)
+        said = Counter(tuple(x[a].tolist()) for x, a in zip(given.tokens, given.answer))
+        self.chance = said.most_common(1)[0][1] / 4096                    # of the commonest answer, 4 lines
+
+    def sample(self, rng, length, L):
+        """Backwards: after line k come k more. -> sign (B, L), variables of the operands (B, L, 2), -1 for
+        numbers, target (B, L), and which variables must have a value at the start (B, V) bool."""
+        B, V = len(length), 2 * L + 1
+        free, named = np.arange(V) == np.zeros((B, 1)), np.ones(B, int)
+        sign, operand, target = np.zeros((B, L), int), np.zeros((B, L, 2), int), np.zeros((B, L), int)
+        for k in range(L):
+            todo = k < length
+            while todo.any():
+                kind = rng.integers(3, size=(B, 2))                       # a number, needed later, new
+                pick = (rng.random((B, 3, V)) * free[:, None]).argmax(-1)
+                new = named[:, None] + np.stack([0 * named, kind[:, 0] == 2], 1)
+                use = np.select([kind == 1, kind == 2], [pick[:, :2], new], -1)
+                after = free & (np.arange(V) != pick[:, 2:]) | (use[..., None] == np.arange(V)).any(1)
+                ok = todo & after.any(1)
+                sign[ok, k], operand[ok, k], target[ok, k] = rng.choice((-1, 1), B)[ok], use[ok], pick[ok, 2]
+                free, named = np.where(ok[:, None], after, free), named + ok * (kind == 2).sum(1)
+                todo &= ~ok
+        return sign, operand, target, free
+
+    def number(self, x, width):
+        """Integers (...) -> tokens (..., 1 + width): a sign, and digits, with PAD before them."""
+        digit = np.abs(x)[..., None] // 10 ** np.arange(width)[::-1] % 10
+        shown = (digit.cumsum(-1) > 0) | (np.arange(width) == width - 1)
+        sign = np.where(x < 0, ord("-"), PAD)[..., None]
+        return np.concatenate([sign, np.where(shown, ord("0") + digit, PAD)], -1)
+
+    def write(self, rng, length, L):
+        sign, operand, target, free = self.sample(rng, length, L)
+        (B, V), known, low = free.shape, free, 10 ** (self.digits - 1) if self.digits > 1 else 0
+        number, value = (rng.integers(low, 10 ** self.digits, size=size) for size in ((B, L, 2), (B, V)))
+
+        def row(*parts):
+            return np.concatenate([np.broadcast_to(x, (B, np.shape(x)[-1])) for x in parts], -1)[:, None]
+
+        def listing(each, known):
+            """Parts (B, V, w), those of known variables, commas between them -> (B, V * (1 + w))."""
+            comma = np.where(known.cumsum(1) > 1, self.comma, PAD)[..., None]
+            return np.where(known[..., None], np.concatenate([comma, each], -1), PAD).reshape(B, -1)
+
+        def memory():
+            each = [letter, np.full((B, V, 1), self.equals), self.number(value, self.digits + 4)]
+            return row(listing(np.concatenate(each, -1), known), [ord("\n")])
+
+        letter = np.broadcast_to(ord("a") + np.arange(V)[:, None], (B, V, 1))
+        given = listing(self.number(value, self.digits), free)
+        lines, texts = [row(listing(letter, free), [self.equals], given, [ord("\n")])], [memory()]
+        for k in reversed(range(L)):
+            active, named = k < length[:, None], operand[:, k] >= 0
+            x = np.where(named, np.take_along_axis(value, operand[:, k].clip(0), 1), number[:, k])
+            name = np.pad(ord("a") + operand[:, k, :, None], ((0, 0), (0, 0), (0, self.digits)))
+            text = np.where(named[..., None], name, self.number(number[:, k], self.digits))
+            here = active & (np.arange(V) == target[:, k, None])
+            value = np.where(here, x[:, :1] + sign[:, k, None] * x[:, 1:], value)
+            known = known | here
+            line = row(ord("a") + target[:, k, None], [self.equals], text[:, 0],
+                       np.where(sign[:, k, None] > 0, self.plus, self.minus), text[:, 1], [ord("\n")])
+            lines.append(np.where(active[..., None], line, PAD))
+            texts.append(np.where(active[..., None], memory(), PAD))
+        last = row(fill("assert a == ", np.empty((B, 0)), self.tokenizer),
+                   self.number(value[:, 0], self.digits + 4), [ord("\n")])
+        return stack(*lines), last, np.zeros((B, L + 1, 0), int), stack(*texts)
+
+
+TASKS = {"repl": Repl, "pfsa": Hidden, "group": Group,
+         "parity": Parity, "listperm": ListPerm, "arith": Arith}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -464,6 +681,8 @@ TASKS = {"repl": Repl, "pfsa": Hidden, "group": Group}
 def show(task, batch, b):
     """Trace b of a batch as text: answers in [brackets], beside each line the true state after it."""
     lines, line = [], ""
+    if batch.state_text is not None:
+        texts = [task.tokenizer.decode(row).strip("\n\0") for row in batch.state_text[b].tolist() if any(row)]
     for t, token in enumerate(batch.tokens[b].tolist()):
         state = batch.state[b, t].tolist()
         if not task.next_token:
@@ -472,12 +691,14 @@ def show(task, batch, b):
             continue
         piece = task.tokenizer.decode([token])
         line += f"[{piece}]" if batch.answer[b, t] else piece
-        if batch.line_end[b, t]:
+        if piece.endswith("\n"):
             if batch.belief is not None:
                 state = task.arrangements[state[0]] if state[0] >= 0 else []
             holds = [f"{name}={x + 1}" for name, x in zip("abcdefghi", state) if x >= 0]
             if batch.belief is not None and holds:
                 holds += ["  belief", *(f"{x:.2f}" for x in batch.belief[b, t].tolist())]
+            if batch.state_text is not None:
+                holds = [texts.pop(0) if batch.line_end[b, t] else "the answer"]
             lines.append(f"{line.rstrip():40s} # {' '.join(holds)}")
             line = ""
     return "\n".join(lines)
@@ -486,9 +707,11 @@ def show(task, batch, b):
 def main(argv):
     parser = Parser("Print samples of a task, answers in [brackets], true states beside them.")
     parser.add_argument("task", help=" or ".join(TASKS))
-    parser.add_argument("--n-vars", type=int, default=5, help="repl, pfsa: number of variables [5]")
+    parser.add_argument("--n-vars", type=int, default=5, help="repl, pfsa, listperm: how many variables [5]")
     parser.add_argument("--moves", default="swap", help="repl: swap or perm [swap]")
     parser.add_argument("--group", default="S5", help=f"group: one of {', '.join(GROUPS)} [S5]")
+    parser.add_argument("--digits", type=int, default=2, help="arith: of each number [2]")
+    parser.add_argument("--sample-length", type=int, default=0, help="1: programs of 2 to L lines [0: of L]")
     parser.add_argument("--commands", type=int, default=8, help="commands of a trace, elements of a word [8]")
     parser.add_argument("--spacing", type=int, default=1, help="commands between two reveals [1]")
     parser.add_argument("--kind", default="", help="of a stage: repl, how many variables a permutation moves "
@@ -499,8 +722,7 @@ def main(argv):
     one_of("task", args.task, TASKS)
     if args.samples < 1 or args.seed < 0:
         raise UserError("--samples must be 1 or more, --seed 0 or more")
-    options = {"repl": (args.n_vars, args.moves), "pfsa": (args.n_vars,), "group": (args.group,)}
-    task = TASKS[args.task](*options[args.task])
+    task = TASKS[args.task](*(getattr(args, option) for option in TASKS[args.task].options))
     [stage] = parse_stages(str(Stage(args.commands, args.spacing, args.kind)), task)
     batch = task.batch(stage, args.samples, args.seed, "train", 0)
     for b in range(args.samples):

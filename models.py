@@ -30,6 +30,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from data import PAD
 from kernels import decay_scan, delta_rule, median_ms
 
 
@@ -219,11 +220,9 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """cfg has model, d_model, d_mlp, n_layer, n_head, beta_max, n_householder, as train.py's Config.
-
-    `forward` returns hidden vectors; `head` turns them into logits for the next token, `state_head` into
-    logits for the state after the line that ends there: n_slots softmaxes over n_classes (P2 section 4,
-    "linear")."""
+    """cfg has model, d_model, d_mlp, n_layer, n_head, beta_max, n_householder, state_head, as train.py's
+    Config. `forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is
+    a state head, of no use but for its loss."""
 
     def __init__(self, cfg, vocab_size, n_slots, n_classes):
         super().__init__()
@@ -232,8 +231,11 @@ class LM(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, mixers[i % len(mixers)]) for i in range(cfg.n_layer))
         self.norm = nn.RMSNorm(cfg.d_model, eps=1e-5)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
-        self.to_state, self.n_slots = nn.Linear(cfg.d_model, n_slots * n_classes, bias=False), n_slots
+        self.to_state = LinearHead(cfg, vocab_size, n_slots, n_classes)
         init_weights(self)
+        if cfg.state_head != "linear":                                    # so late, and the rest starts the same
+            self.to_state = STATE_HEADS[cfg.state_head](cfg, vocab_size, n_slots, n_classes)
+            init_weights(self.to_state)
 
     def forward(self, tokens, state=None):
         """tokens (B, T) int64 -> hidden (B, T, D), state: a list with an entry per block, to be passed on."""
@@ -243,9 +245,82 @@ class LM(nn.Module):
             new.append(s)
         return self.norm(x), new
 
-    def state_head(self, hidden):
-        """(..., D) -> (..., n_slots, n_classes)"""
-        return self.to_state(hidden).unflatten(-1, (self.n_slots, -1))
+
+# ----------------------------------------------------------------------------------------------------------
+# State heads (P2 section 4): the machine's state after a line, asked of the hidden vector at its end
+
+class LinearHead(nn.Linear):
+    """n_slots softmaxes over n_classes. Where states are hidden, the labels are exact beliefs."""
+
+    def __init__(self, cfg, vocab_size, n_slots, n_classes):
+        super().__init__(cfg.d_model, n_slots * n_classes, bias=False)
+        self.n_slots = n_slots
+
+    def forward(self, hidden):
+        """(..., D) -> logits (..., n_slots, n_classes)"""
+        return super().forward(hidden).unflatten(-1, (self.n_slots, -1))
+
+    def loss(self, lm, hidden, batch):
+        """Hidden vectors (B, T, D) of a data.Batch -> nats a slot, the mean."""
+        logits, truth = self(hidden[batch.line_end]).float(), batch.state[batch.line_end]
+        if batch.belief is None:
+            return F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=-1)
+        known = truth[:, 0] >= 0
+        return F.cross_entropy(logits[known, 0], batch.belief[batch.line_end][known])
+
+
+def state_texts(batch):
+    """-> where (B, T), the ends of the N lines after which there is a state; the states as tokens (N, W)."""
+    if batch.state_text is not None:
+        text = batch.state_text.flatten(0, 1)
+        return batch.line_end, text[text[:, 0] != PAD]
+    where = batch.line_end & (batch.state >= 0).any(-1)
+    state = batch.state[where]
+    return where, torch.where(state < 0, ord(" "), ord("0") + state)      # a token a slot
+
+
+class TransformerHead(nn.Module):
+    """Two attention blocks that write the state's text after the hidden vector. Knows only that vector."""
+
+    def __init__(self, cfg, vocab_size, n_slots, n_classes):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, cfg.d_model)
+        self.blocks = nn.ModuleList(Block(cfg, "transformer") for _ in range(2))
+        self.norm = nn.RMSNorm(cfg.d_model, eps=1e-5)
+        self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
+
+    def loss(self, lm, hidden, batch):
+        """Hidden vectors (B, T, D) of a data.Batch -> nats a token of the states' texts, the mean."""
+        where, text = state_texts(batch)
+        x = torch.cat([hidden[where][:, None], self.embed(text[:, :-1])], 1)
+        for block in self.blocks:
+            x, _ = block(x)
+        logits = self.head(self.norm(x)).float()                          # (N, W, vocabulary)
+        return F.cross_entropy(logits.flatten(0, 1), text.flatten(), ignore_index=PAD)
+
+
+class ContrastiveHead(nn.Module):
+    """The hidden vector must point where the same LM's points after it has read the state's text; lines and
+    states of a batch find each other (CLIP, 2103.00020). No parameters. P2 leaves open what to do with lines
+    that have the same state, as half of parity's: here a state is one candidate for all of them."""
+    temperature = 0.07
+
+    def __init__(self, cfg, vocab_size, n_slots, n_classes):
+        super().__init__()
+
+    def loss(self, lm, hidden, batch):
+        """Hidden vectors (B, T, D) of a data.Batch -> nats, the mean of both directions."""
+        where, text = state_texts(batch)
+        text, number = text.unique(dim=0, return_inverse=True)            # (U, W), (N,)
+        read, _ = lm(text)
+        end = (text != PAD).sum(1) - 1
+        state = read[torch.arange(len(text), device=end.device), end]
+        alike = F.normalize(hidden[where], dim=-1) @ F.normalize(state, dim=-1).T / self.temperature  # (N, U)
+        to_line = -alike.float().log_softmax(0).gather(1, number[:, None]).mean()
+        return (F.cross_entropy(alike.float(), number) + to_line) / 2
+
+
+STATE_HEADS = {"linear": LinearHead, "transformer": TransformerHead, "contrastive": ContrastiveHead}
 
 
 def init_weights(model):
@@ -254,7 +329,7 @@ def init_weights(model):
     embedding                       | normal, std 1
     every matrix                    | normal, std 1 / sqrt(inputs)
     mixer.out, mlp.down             | the same / sqrt(2 n_layer): together they add a variance of 1
-    head, to_state                  | zero: the first guess is uniform, the first loss log(vocabulary)
+    head, linear state head         | zero: the first guess is uniform, the first loss log(vocabulary)
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
     to_beta bias                    | 0: beta starts at beta_max / 2
     to_gate bias                    | 4: the gate starts at 0.98
@@ -263,7 +338,7 @@ def init_weights(model):
     for name, p in model.named_parameters():
         if ".rnn." in name or "norm" in name:
             continue
-        if name.startswith(("head", "to_state")) or name.endswith("to_beta.bias"):
+        if name.endswith(("head.weight", "to_beta.bias")) or name == "to_state.weight":
             nn.init.zeros_(p)
         elif name.endswith("to_gate.bias"):
             nn.init.constant_(p, 4)
@@ -280,7 +355,8 @@ def init_weights(model):
 # python models.py: every mixer, its size, and its three ways to run; where a training step's time goes
 
 def main():
-    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, beta_max=2.0, n_householder=2)
+    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, beta_max=2.0, n_householder=2,
+                          state_head="linear")
     tokens = torch.randint(256, (2, 60), generator=torch.Generator().manual_seed(0))
     print("model              parameters  state, numbers  token by token  in segments")
     for name in [*MIXERS, "deltanet+lstm"]:
@@ -306,7 +382,8 @@ def main():
 def time_a_step(B=16, T=681, vocabulary=262):
     """Print ms, forward and backward, of the parts of train.py's default model, each alone, on a batch of its
     last stage: 16 traces of 64x8. Data comes on top; train.py prints its share."""
-    cfg = SimpleNamespace(model="deltanet", d_model=64, d_mlp=128, n_layer=1, n_head=1, beta_max=2.0)
+    cfg = SimpleNamespace(model="deltanet", d_model=64, d_mlp=128, n_layer=1, n_head=1, beta_max=2.0,
+                          state_head="linear")
     model, tokens = LM(cfg, vocabulary, n_slots=5, n_classes=5), torch.randint(vocabulary, (B, T))
     [block], optimizer = model.blocks, torch.optim.AdamW(model.parameters())
     mixer, x, qkv, head = block.mixer, torch.randn(B, T, 64), torch.randn(B, T, 192), torch.randn(B, T, 1, 64)

@@ -5,6 +5,7 @@ a float64 loop, brute force, a real Python interpreter, finite differences, a ki
     python -m pytest -q test_all.py              about three minutes on two cores
     python -m pytest -q -m slow test_all.py      ten minutes more
 """
+import copy
 import csv
 import dataclasses
 import functools
@@ -195,7 +196,7 @@ def test_reveals_are_uniform_over_variables():
     assert sum(counts.values()) == 12800 and chi_square(counts, 5) < 5 + 5 * math.sqrt(10)
 
 
-@pytest.mark.parametrize("text", ["8", "8x", "0x0", "4x8", "8x0", "8x1:3", "", "8x1,16x2", "x1", "-8x1"])
+@pytest.mark.parametrize("text", ["8x", "0x0", "4x8", "8x0", "8x1:3", "", "8x1,16x2", "x1", "-8x1"])
 def test_bad_stages_are_refused(text):
     with pytest.raises(UserError):
         parse_stages(text, Repl())
@@ -206,6 +207,107 @@ def test_a_permutation_stage_is_within_the_variables():
     for text in ("8x1:1", "8x1:6", "8x1:forced"):
         with pytest.raises(UserError):
             parse_stages(text, Repl(5, "perm"))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# data.py: parity, listperm, arith
+
+PROGRAMS = [(data.Parity(), 9), (data.ListPerm(4), 16), (data.ListPerm(9), 3), (data.Arith(1), 4),
+            (data.Arith(3), 6), (data.Arith(2), 12)]
+
+
+def executed(text):
+    """Run a program line by line -> what the lines before the assert leave in memory, one dict each."""
+    *lines, last = text.splitlines()
+    scope, after = {}, []
+    for line in lines:
+        exec(line, scope)
+        after.append({name: copy.deepcopy(x) for name, x in scope.items() if name != "__builtins__"})
+    assert last.startswith("assert ")
+    exec(last, scope)
+    return after
+
+
+@pytest.mark.parametrize("sample_length", [0, 1])
+@pytest.mark.parametrize("task, L", PROGRAMS)
+def test_2000_programs_run_and_leave_the_states_that_are_recorded(task, L, sample_length):
+    task = type(task)(*(getattr(task, option) for option in task.options[:-1]), sample_length)
+    batch, lengths = task.batch(Stage(L, 1), 2000, 0, "train", 0), Counter()
+    for b, text in enumerate(texts(task, batch)):
+        text, memory = text.rstrip("\0"), executed(text.rstrip("\0"))
+        said = [task.tokenizer.decode(row).rstrip("\0") for row in batch.state_text[b].tolist() if any(row)]
+        state = batch.state[b][batch.line_end[b]].tolist()
+        assert len(said) == len(memory) == len(state)
+        for line, slots, scope in zip(said, state, memory):
+            if isinstance(task, data.Parity):
+                assert line == str(scope["p"]) and slots == [scope["p"]]
+            elif isinstance(task, data.ListPerm):
+                assert line == f"a = {scope['a']}\n" and slots == [x - 1 for x in scope["a"]]
+            else:
+                assert line == ", ".join(f"{name} = {scope[name]}" for name in sorted(scope)) + "\n"
+        answer = task.tokenizer.decode(batch.tokens[b][batch.answer[b]].tolist())
+        assert answer.strip() == re.sub(r"[\[\], ]", "", text.split("== ")[1].strip())
+        lengths[len(memory) - (not isinstance(task, data.Parity))] += 1
+    expected = range(2, L + 1) if sample_length else [L]
+    assert set(lengths) == set(expected)
+    assert chi_square(lengths, len(expected)) < len(expected) + 5 * math.sqrt(2 * len(expected))
+    held_out = task.batch(Stage(L, 1), 20, 0, "test", 0)
+    assert (held_out.line_end.sum(1) == held_out.line_end.sum(1).max()).all()
+
+
+def test_the_lines_of_an_arithmetic_program_all_matter_and_have_the_digits_asked_for():
+    """Backwards from `a`: every line assigns to what a later one needs. P2 appendix C."""
+    task = data.Arith(3)
+    kinds = Counter()
+    for text in texts(task, task.batch(Stage(6, 1), 2000, 0, "train", 0)):
+        first, *lines, last = text.rstrip("\0").splitlines()
+        needed = {"a"}
+        for line in reversed(lines):
+            target, left, sign, right = re.fullmatch(r"(\w) = (\w+) ([+-]) (\w+)", line).groups()
+            assert target in needed
+            needed.remove(target)
+            needed |= {x for x in (left, right) if x.isalpha()}
+            kinds.update([sign, *("number" if x.isdigit() else "name" for x in (left, right))])
+            assert all(x.isalpha() or 100 <= int(x) <= 999 for x in (left, right))
+        names, numbers = first.split(" = ")
+        assert set(names.split(", ")) == needed and all(100 <= int(x) <= 999 for x in numbers.split(", "))
+    assert abs(kinds["+"] / 12000 - 1 / 2) < 0.02
+    assert 0.25 < kinds["number"] / 24000 < 1 / 3                         # fewer, as some are drawn again
+
+
+@pytest.mark.parametrize("task", [data.Parity(), data.ListPerm(4)])
+def test_programs_are_drawn_evenly(task):
+    batch = task.batch(Stage(8, 1), 5000, 0, "train", 0)
+    assert chi_square(Counter(map(tuple, batch.tokens[:, 1:2].tolist())), 2 if task.n_slots == 1 else 4) < 25
+    final = batch.state[batch.line_end].view(5000, -1, task.n_slots)[:, -1]
+    assert chi_square(Counter(map(tuple, final.tolist())), round(1 / task.chance)) < 24 + 5 * math.sqrt(48)
+
+
+@pytest.mark.parametrize("task, meaning", [
+    (Repl(4), "swap"), (Repl(4, "perm"), "perm"), (data.ListPerm(4), "list"), (data.Parity(), "bit")])
+def test_shuffled_states_are_those_of_another_language(task, meaning):
+    """The same text; the states, if each command were about the next variables (of parity: 0 flipped)."""
+    task, names_are = copy.copy(task), "0123" if meaning in ("list", "bit") else "abcd"
+    honest = task.batch(Stage(12, 1), 50, 0, "train", 0)
+    task.shuffled = True
+    batch = task.batch(Stage(12, 1), 50, 0, "train", 0)
+    assert torch.equal(batch.tokens, honest.tokens) and not torch.equal(batch.state, honest.state)
+    for b, text in enumerate(texts(task, batch)):
+        now, states = {}, batch.state[b][batch.line_end[b]].tolist()
+        for line, state in zip(text.splitlines(), states):
+            names = re.findall(r"a\[(\d)\]" if meaning == "list" else r"\b([a-d])\b", line)
+            following = lambda name: names_are[(names_are.index(name) + 1) % 4]
+            if meaning == "bit":
+                now["0"] = int(line[-1]) ^ 1 ^ now.get("0", 0)
+            elif meaning == "list" and "= [" in line:
+                now = {str(i): int(x) - 1 for i, x in enumerate(re.findall(r"\d", line))}
+            elif re.fullmatch(r">>> \w = \d", line):
+                now[names[0]] = int(line[-1]) - 1
+            elif "print" not in line and " = " in line:
+                left, right = map(lambda half: [following(x) for x in half], (
+                    names[:len(names) // 2], names[len(names) // 2:]))
+                now = {**now, **{x: now[y] for x, y in zip(left, right)}}
+            assert [now.get(x, -1) for x in names_are][:len(state)] == state
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -889,7 +991,7 @@ ALL = [*models.MIXERS, "deltanet+lstm", "deltanet+transformer"]
 
 def small(model, **changes):
     return SimpleNamespace(**{"model": model, "d_model": 32, "d_mlp": 32, "n_layer": 2, "n_head": 2,
-                              "beta_max": 2.0, "n_householder": 3, **changes})
+                              "beta_max": 2.0, "n_householder": 3, "state_head": "linear", **changes})
 
 
 def build(model, **changes):
@@ -983,6 +1085,94 @@ def test_the_default_model_has_the_parameters_the_readme_says():
     assert f"{size:,} parameters" in (HERE / "README.md").read_text()
 
 
+HEADS = [*models.STATE_HEADS]
+
+
+def test_p2s_transformer_has_as_many_parameters_as_published():
+    cfg = small("transformer", d_model=512, d_mlp=768, n_layer=6, n_head=8)
+    with torch.device("meta"):
+        lm = models.LM(cfg, 259, 0, 0)
+    assert train.count(lm) == 13_641_216
+
+
+@pytest.mark.parametrize("model", ["deltanet", "transformer", "lstm"])
+def test_a_state_head_changes_no_logit_and_no_token(model):
+    """Bit for bit, with any head and with none: before training, and after it with a weight of 0."""
+    def logits(*args):
+        cfg, *_ = train.parse(["--task", "listperm", "--n-vars", "4", "--model", model, "--d-model", "32",
+                               "--n-head", "2", "--curriculum", "4", *args])[0]
+        task, [stage] = train.build_task(cfg)
+        lm, batch = train.build_model(cfg, task, CPU), task.batch(stage, 4, 0, "train", 0)
+        lm.head.weight.data = torch.randn(lm.head.weight.shape, generator=torch.Generator().manual_seed(0))
+        hidden, _ = lm(batch.tokens)
+        return batch.tokens, lm.head(hidden), train.loss_terms(cfg, lm, task, batch, hidden)[0]
+    tokens, bare, terms = logits("--state-weight", "0")
+    assert "state" not in terms
+    for head in HEADS:
+        same_tokens, same, more = logits("--state-head", head)
+        assert torch.equal(tokens, same_tokens) and torch.equal(bare, same)
+        assert torch.equal(terms["next"], more["next"]) and more["state"] > 0
+
+
+@pytest.mark.parametrize("task, L", [(data.Arith(2), 4), (Repl(3), 6)])
+def test_the_transformer_head_writes_a_state_knowing_only_its_lines_vector(task, L):
+    """Line by line, without padding, as a loop over tokens says it."""
+    lm = build("gru", state_head="transformer")
+    head, batch = lm.to_state, task.batch(Stage(L, 1), 3, 0, "train", 0)
+    torch.nn.init.normal_(head.head.weight)
+    batch = task.batch(Stage(L, 1), 3, 0, "train", 0)
+    where, text = models.state_texts(batch)
+    if isinstance(task, Repl):  # a token a slot, and lines before the last assignment have spaces
+        assert task.tokenizer.decode(text[0].tolist()).count(" ") == 2
+    with torch.no_grad():
+        hidden, _ = lm(batch.tokens)
+        nats = []
+        for vector, row in zip(hidden[where], text.tolist()):
+            row = [token for token in row if token != data.PAD]
+            for i, token in enumerate(row):
+                x = torch.cat([vector[None, None], head.embed(torch.tensor([row[:i]], dtype=torch.long))], 1)
+                for block in head.blocks:
+                    x, _ = block(x)
+                nats.append(-head.head(head.norm(x[0, -1])).log_softmax(-1)[token].item())
+        assert head.loss(lm, hidden, batch).item() == pytest.approx(np.mean(nats), rel=1e-4)
+
+
+@pytest.mark.parametrize("task, L", [(data.Arith(1), 4), (data.Parity(), 6)])
+def test_the_contrastive_head_finds_states_and_lines(task, L):
+    """Both directions as loops over lines; each state read by itself, without padding."""
+    lm, batch = build("gru", state_head="contrastive"), task.batch(Stage(L, 1), 5, 0, "train", 0)
+    where, text = models.state_texts(batch)
+    rows = [tuple(token for token in row if token != data.PAD) for row in text.tolist()]
+    with torch.no_grad():
+        hidden, _ = lm(batch.tokens)
+        states = {row: F.normalize(lm(torch.tensor([row]))[0][0, -1], dim=0) for row in rows}
+        lines = F.normalize(hidden[where], dim=-1)
+        alike = {row: (lines @ vector / lm.to_state.temperature).exp() for row, vector in states.items()}
+        everything = sum(alike.values())
+        to_state = [-(alike[row][i] / everything[i]).log().item() for i, row in enumerate(rows)]
+        to_line = [-(alike[row][i] / alike[row].sum()).log().item() for i, row in enumerate(rows)]
+        want = (np.mean(to_state) + np.mean(to_line)) / 2
+        assert lm.to_state.loss(lm, hidden, batch).item() == pytest.approx(want, rel=1e-4)
+    assert not [*lm.to_state.parameters()] and (len(states) < len(rows)) == isinstance(task, data.Parity)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("model", ["deltanet", "lstm", "transformer"])
+def test_every_state_head_teaches_every_kind_of_model(model, head):
+    """Twenty steps on one batch: its own loss falls, and reaches into the model."""
+    cfg = train.Config(model=model, task="listperm", n_vars=3, d_model=32, n_head=2, state_head=head)
+    task, _ = train.build_task(cfg)
+    lm, batch = train.build_model(cfg, task, CPU), task.batch(Stage(3, 1), 8, 0, "train", 0)
+    optimizer, losses = torch.optim.AdamW(lm.parameters(), 1e-2), []
+    for _ in range(20):
+        loss = lm.to_state.loss(lm, lm(batch.tokens)[0], batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1 and lm.embed.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("model", ALL)
 def test_params_are_met_within_ten_percent_whatever_the_model(model):
     cfg = train.Config(model=model, n_layer=2, n_head=2, params=150000)
@@ -993,29 +1183,50 @@ def test_params_are_met_within_ten_percent_whatever_the_model(model):
 # ----------------------------------------------------------------------------------------------------------
 # train.py: loss, score, schedule
 
-def test_the_loss_is_what_a_loop_over_tokens_says():
-    task, lm = Repl(3), build("gru")
-    lm.to_state = torch.nn.Linear(32, 9)
-    lm.n_slots = 3
+@pytest.mark.parametrize("task, stage", [(Repl(3), Stage(6, 2)), (data.ListPerm(3, 1), Stage(6, 1))])
+def test_the_loss_is_what_a_loop_over_tokens_says(task, stage):
+    """Of programs of several lengths, too, where nothing that fills them up may count."""
+    lm = build("gru")
+    lm.to_state = models.LinearHead(small("gru"), 262, 3, 3)
     torch.nn.init.normal_(lm.head.weight)
-    batch = task.batch(Stage(6, 2), 4, 0, "train", 0)
+    torch.nn.init.normal_(lm.to_state.weight)
+    batch = task.batch(stage, 4, 0, "train", 0)
+    assert (batch.tokens == data.PAD).any() == task.whole
     with torch.no_grad():
         hidden, _ = lm(batch.tokens)
-        terms, accuracy = train.loss_terms(lm, task, batch, hidden)
+        terms, accuracy = train.loss_terms(train.Config(), lm, task, batch, hidden)
         following, reveals, states, right = [], [], [], []
         for b, t in itertools.product(*map(range, batch.tokens.shape)):
-            if t:
+            if t and batch.tokens[b, t] != data.PAD:
                 p = lm.head(hidden[b, t - 1]).softmax(-1)
                 following.append(-p[batch.tokens[b, t]].log().item())
                 if batch.answer[b, t]:
                     reveals.append(following[-1])
                     right.append(p.argmax().item() == batch.tokens[b, t])
             if batch.line_end[b, t]:
-                p = lm.to_state(hidden[b, t]).view(3, 3).softmax(-1)
+                p = lm.to_state(hidden[b, t]).softmax(-1)
                 states += [-p[i, x].log().item() for i, x in enumerate(batch.state[b, t].tolist()) if x >= 0]
     for name, values in (("next", following), ("reveal", reveals), ("state", states)):
         assert terms[name].item() == pytest.approx(np.mean(values), rel=1e-5)
+    if task.whole:
+        right = [all(right[3 * b:3 * b + 3]) for b in range(4)]
     assert accuracy.item() == pytest.approx(np.mean(right))
+
+
+@pytest.mark.parametrize("task", [data.Parity(), data.ListPerm(4), data.Arith(2)])
+def test_an_answer_is_right_if_all_of_it_is(task):
+    batch = task.batch(Stage(6, 1), 50, 0, "test", 0)
+    asked, answers = train.questions(task, batch)
+    assert torch.equal(asked.sum(1), batch.answer.sum(1)) and len(answers) == asked.sum()
+    right = torch.ones(len(answers), dtype=torch.bool)
+    assert train.score(task, asked, right).shape == (50, 1) and train.score(task, asked, right).all()
+    row = asked.nonzero()[:, 0]
+    for b in (0, 20, 49):
+        right[(row == b).nonzero()[-1]] = False
+    assert (~train.score(task, asked, right))[:, 0].nonzero()[:, 0].tolist() == [0, 20, 49]
+    for ahead, accuracy in ((1, 1.0), (0, 0.0)):
+        row = train.evaluate(train.Config(eval_samples=20), Oracle(ahead), task, Stage(6, 1), CPU)
+        assert row["reveal_acc"] == accuracy and row["by_reveal"] == [accuracy]
 
 
 class Oracle:
@@ -1038,10 +1249,11 @@ def test_the_score_asks_for_the_token_before_an_answer():
         assert row["reveal_acc"] == row["final_acc"] == accuracy and row["by_reveal"] == [accuracy] * 4
 
 
-@pytest.mark.parametrize("task", [Repl(), Group("S3")])
+@pytest.mark.parametrize("task", [Repl(), Group("S3"), data.Parity()])
 def test_evaluating_in_segments_changes_nothing(task):
+    torch.manual_seed(1)
     lm = models.LM(small("deltanet"), 262, task.n_slots, task.n_classes).double()  # fp32 may flip near-ties
-    lm.head.weight.data[ord("1"):ord("6")].normal_()  # it guesses digits, some of them right
+    lm.head.weight.data[ord("0"):ord("6")].normal_()  # it guesses digits, some of them right
     lm.to_state.weight.data.normal_()
     rows = [train.evaluate(train.Config(eval_samples=20, segment=segment), lm, task, Stage(24, 1), CPU)
             for segment in (10000, 7)]
@@ -1091,7 +1303,7 @@ def test_a_tiny_model_learns_three_variables(tmp_path):
     assert [row["reveal_acc"] >= 0.99 for row in result["eval"]] == [True, True], result["eval"]
     assert result["stage_reached"] == "16x2"
     assert [p["stage"] for p in result["passed"]] == ["4x1", "8x1", "16x2"]
-    keys = "model task params samples seconds seed stage_reached passed eval config"
+    keys = "model task params until samples seconds seed stage_reached passed eval config"
     assert set(result) == set(keys.split())
 
 
@@ -1284,10 +1496,19 @@ def test_bf16_learns_too(tmp_path):
     assert result["passed"] and result["eval"][0]["reveal_acc"] > 0.9
 
 
-def test_until_stops_at_an_accuracy_on_held_out_traces(tmp_path):
-    assert go(tmp_path, "--max-samples", 20000, "--advance", 1, "--until", 0.3, "--eval-every", 10) == 0
+def test_until_stops_at_an_accuracy_reached_twice_in_a_row(tmp_path, monkeypatch):
+    """In the last stage only; what it took is the traces before the first of the two."""
+    honest, said = train.evaluate, iter([0.5, 0.5, 0.2, 0.4, 0.2, 0.9, 0.9])
+    monkeypatch.setattr(train, "evaluate", lambda *args: {**honest(*args), "reveal_acc": next(said, 0)})
+    assert go(tmp_path, "--max-samples", 20000, "--curriculum", "2x1 3x1", "--advance", 0.01, "--until", 0.3,
+              "--eval-every", 4, "--eval-at", "3x1") == 0
     result = json.loads((only(tmp_path) / "result.json").read_text())
-    assert result["samples"] < 2000 and float(metrics(only(tmp_path))[-1]["held_out_acc"]) >= 0.3
+    rows = [row for row in metrics(only(tmp_path)) if row["held_out_acc"]]
+    stages, accuracies = zip(*((row["stage"], float(row["held_out_acc"])) for row in rows))
+    first = stages.index("1")
+    twice = next(i for i in range(first, 7) if min(accuracies[i:i + 2]) >= 0.3)
+    assert len(rows) == twice + 2 and result["until"] == int(rows[twice]["samples"])
+    assert result["samples"] == int(rows[-1]["samples"]) > result["until"]
 
 
 @pytest.mark.parametrize("model", ["deltaproduct", "transformer", "deltanet+lstm"])
@@ -1395,7 +1616,7 @@ BAD = {
     "--moves swpa": "did you mean swap",
     "--task group --group S6": "Choose one of",
     "--curriculum 8x16": "spacing of 1 to that",
-    "--curriculum 8": "COMMANDSxSPACING",
+    "--curriculum 8x": "COMMANDSxSPACING",
     "--eval-at 8x": "COMMANDSxSPACING",
     "--learning-rate fast": "give float",
     "--learning-rate nan": "above 0",

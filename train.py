@@ -48,19 +48,21 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import TASKS, Parser, Stage, Tokenizer, UserError, one_of, parse_stages, start
+from data import PAD, TASKS, Parser, Stage, Tokenizer, UserError, one_of, parse_stages, start
 from kernels import resolve_backend
-from models import LM, MIXERS
+from models import LM, MIXERS, STATE_HEADS
 
 
 @dataclass
 class Config:
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
-    task: str = "repl"             # repl (Python traces), pfsa (with hidden branches) or group (words)
-    n_vars: int = 5                # variables; repl: 2 to 9, with five, permutations form S5; pfsa: 2 to 5
+    task: str = "repl"             # repl, pfsa, group, parity, listperm or arith: see data.py
+    n_vars: int = 5                # variables; repl, listperm: 2 to 9, with five they form S5; pfsa: 2 to 5
     moves: str = "swap"            # repl: a command is a swap of two variables, or a perm(utation) of all
     group: str = "S5"              # group: one of data.py's GROUPS
+    digits: int = 2                # arith: of each number
+    sample_length: int = 0         # parity, listperm, arith: 1 for programs of 2 to L lines, P2's curriculum
     curriculum: str = "auto"       # stages "LxS LxS ..."; LxS:KIND is for data.py; auto: the task's own
     # the model: these make 77 thousand parameters
     d_model: int = 64              # width
@@ -73,6 +75,7 @@ class Config:
     # the loss
     reveal_weight: float = 1.0     # on revealed values, one token in 85 at 64x8; 0 is plain next-token loss
     state_weight: float = 1.0      # on the state head; 0 is no state supervision (pfsa: exact beliefs)
+    state_head: str = "auto"       # linear, transformer or contrastive; auto: linear if states have slots
     # the optimiser, AdamW
     batch_size: int = 16           # traces a step; small, as the first stage takes many steps, not much data
     learning_rate: float = 6e-3    # its peak
@@ -86,7 +89,7 @@ class Config:
     stage_samples: int = 0         # not 0: pass each stage after this many traces instead (pfsa: 3000)
     carry: int = 1                 # last stage: traces so many times as long, in steps; the state goes on
     max_samples: int = 100000      # stop after this many traces, wherever the curriculum is
-    until: float = 0.0             # not 0: stop at this reveal accuracy on held-out traces of the last stage
+    until: float = 0.0             # not 0: stop at this held-out accuracy, twice in a row, in the last stage
     # held-out traces
     eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and 2x and 4x as far
     eval_samples: int = 64         # traces of each
@@ -148,8 +151,8 @@ def parse(argv):
 def build_task(cfg, tokenizer=None):
     """-> task, and the stages of its curriculum."""
     one_of("--task", cfg.task, TASKS)
-    options = {"repl": (cfg.n_vars, cfg.moves), "pfsa": (cfg.n_vars,), "group": (cfg.group,)}
-    task = TASKS[cfg.task](*options[cfg.task], tokenizer)
+    kind = TASKS[cfg.task]
+    task = kind(*(getattr(cfg, option) for option in kind.options), tokenizer)
     return task, parse_stages(task.curriculum if cfg.curriculum == "auto" else cfg.curriculum, task)
 
 
@@ -201,16 +204,18 @@ def check(cfg):
         raise UserError(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1] and states explode")
     if max(cfg.advance, cfg.until) > 1:
         raise UserError("--advance and --until are accuracies: give at most 1")
-    if not task.next_token and not cfg.state_weight:
-        raise UserError(f"--task {cfg.task}: learned from states alone, so give --state-weight above 0")
+    if not task.next_token and not (cfg.state_weight and state_head(cfg, task) == "linear"):
+        raise UserError(f"--task {cfg.task}: learned from states alone, by --state-head linear, so give "
+                        "--state-weight above 0")
     if total > cfg.max_samples:
         raise UserError(f"--stage-samples times {len(stages)} stages is {total}: raise --max-samples to that")
     if cfg.warmup + cfg.cooldown > total:
         raise UserError(f"--warmup plus --cooldown is more than the run's {total} traces: lower them")
-    if cfg.carry > 1 and cfg.task == "pfsa":
-        raise UserError("--carry cuts traces after each spacing, and --task pfsa has none: leave it at 1")
+    if cfg.carry > 1 and cfg.task not in ("repl", "group"):
+        raise UserError(f"--carry cuts traces after each spacing, --task {cfg.task} has none: leave it at 1")
     if cfg.carry > 1 and stages[-1].commands % stages[-1].spacing:
         raise UserError(f"--carry: in the last stage, {stages[-1]}, the spacing must divide the commands")
+    state_head(cfg, task)
     sized(cfg, len(task.tokenizer), task.n_slots, task.n_classes)
 
 
@@ -228,29 +233,35 @@ def run_folder(cfg):
 # Loss and score
 
 def questions(task, batch):
-    """-> asked (B, T) bool, the R positions of each trace where an answer is read; the answers (B, R)."""
+    """-> asked (B, T) bool, where a token of an answer is read; these tokens (N,), trace by trace."""
     if not task.next_token:                                              # the label of a token is the state
-        return batch.line_end, batch.state[:, :, 0]
-    return batch.answer.roll(-1, 1), batch.tokens[batch.answer].view(len(batch.tokens), -1)
+        return batch.line_end, batch.state[batch.line_end][:, 0]
+    return batch.answer.roll(-1, 1), batch.tokens[batch.answer]
 
 
-def loss_terms(model, task, batch, hidden):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; and reveal accuracy."""
-    terms, (asked, right) = {}, questions(task, batch)
-    states = model.state_head(hidden[batch.line_end]).float()            # (lines, n_slots, n_classes)
-    truth = batch.state[batch.line_end]
-    if batch.belief is None:
-        terms["state"] = F.cross_entropy(states.flatten(0, 1), truth.flatten(), ignore_index=-1)
-    else:                                                                # soft labels, where there is a state
-        known = truth[:, 0] >= 0
-        terms["state"] = F.cross_entropy(states[known, 0], batch.belief[batch.line_end][known])
-    guess = states[:, 0]
+def score(task, asked, right):
+    """Which tokens of answers (N,) are right -> (B, R) bool, which of the R answers of a trace are."""
+    if not task.whole:
+        return right.view(len(asked), -1)
+    wrong = torch.zeros(len(asked), device=right.device)
+    return wrong.index_add(0, asked.nonzero()[:, 0], (~right).float())[:, None] == 0
+
+
+def loss_terms(cfg, model, task, batch, hidden):
+    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; and the accuracy of answers."""
+    terms, (asked, answers) = {}, questions(task, batch)
+    if cfg.state_weight:
+        terms["state"] = model.to_state.loss(model, hidden, batch)
     if task.next_token:
         logits, after = model.head(hidden).float(), batch.tokens.roll(-1, 1)         # (B, T, vocabulary)
-        nats = F.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="none").view_as(after)
-        terms["next"], terms["reveal"] = nats[:, :-1].mean(), nats[asked].mean()     # the last has no next
+        nats = F.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="none", ignore_index=PAD)
+        nats, last = nats.view_as(after), -1                                         # which has no next
+        terms["next"] = nats[:, :last].sum() / (after[:, :last] != PAD).sum()
+        terms["reveal"] = nats[asked].mean()
         guess = logits[asked]
-    return terms, (guess.argmax(-1) == right.flatten()).float().mean()
+    else:
+        guess = model.to_state(hidden[asked])[:, 0]
+    return terms, score(task, asked, guess.argmax(-1) == answers).float().mean()
 
 
 @torch.no_grad()
@@ -271,17 +282,19 @@ def evaluate(cfg, model, task, stage, device):
         with autocast(cfg, device):
             for tokens, here in zip(batch.tokens.split(cfg.segment, 1), asked.split(cfg.segment, 1)):
                 y, state = model(tokens, state)
-                hidden.append(y[here].view(size, -1, y.shape[-1]))
-            hidden = torch.cat(hidden, 1)                                # (B, R, D)
-            guess = model.head(hidden) if task.next_token else model.state_head(hidden)[:, :, 0]
-        right.append((guess.argmax(-1) == answers).cpu())
+                hidden.append(y[here])
+            segment = asked.nonzero()[:, 1] // cfg.segment               # they came segment by segment, and
+            by_trace = segment.argsort(stable=True).argsort()            # must go trace by trace
+            hidden = torch.cat(hidden)[by_trace]                         # (N, D)
+            guess = model.head(hidden) if task.next_token else model.to_state(hidden)[:, 0]
+        right.append(score(task, asked, guess.argmax(-1) == answers).cpu())
         if batch.chances is not None:
-            log_q = guess.double().log_softmax(-1).cpu()                 # (B, R, vocabulary)
-            p = batch.chances[batch.answer].view(size, -1, batch.chances.shape[-1]).double().cpu()
-            at, digits = answers.cpu()[..., None], ord("1") + torch.arange(p.shape[-1])
-            nats["kl"].append((torch.special.xlogy(p, p) - p * log_q[..., digits]).sum(-1))
-            nats["loss"].append(-log_q.gather(-1, at))
-            nats["floor"].append(-p.gather(-1, at - ord("1")).log())
+            log_q, p = guess.double().log_softmax(-1).cpu(), batch.chances[batch.answer].double().cpu()
+            at, digits = answers.cpu()[:, None], ord("1") + torch.arange(p.shape[-1])
+            kl = (torch.special.xlogy(p, p) - p * log_q[:, digits]).sum(-1)
+            loss, floor = -log_q.gather(-1, at), -p.gather(-1, at - ord("1")).log()
+            for name, x in (("kl", kl), ("loss", loss), ("floor", floor)):
+                nats[name].append(x.view(size, -1))
     by_reveal = torch.cat(right).double().mean(0)                        # (R,)
     row = {**stage._asdict(), "reveal_acc": by_reveal.mean().item(), "final_acc": by_reveal[-1].item(),
            "by_reveal": by_reveal.tolist()}
@@ -410,19 +423,30 @@ def sized(cfg, *sizes):
     """-> cfg, its d_mlp such that the LM has cfg.params parameters, give or take a tenth."""
     if not cfg.params:
         return cfg
+    cfg, head = replace(cfg, state_head="linear"), cfg.state_head         # others do not count
     with torch.device("meta"):                                           # shapes without numbers
         least, more = (count(LM(replace(cfg, d_mlp=8 * n), *sizes)) for n in (1, 2))
     n = max(0, round((cfg.params - least) / (more - least)))
     if abs(least + n * (more - least) - cfg.params) > 0.1 * cfg.params:
         raise UserError(f"--params {cfg.params}: {cfg.model} so wide and deep has {least} at the least; "
                         "change --d-model or --n-layer")
-    return replace(cfg, d_mlp=8 * (n + 1))
+    return replace(cfg, d_mlp=8 * (n + 1), state_head=head)
+
+
+def state_head(cfg, task):
+    """The kind of state head that a run has. Raises UserError if there can be none such."""
+    one_of("--state-head", cfg.state_head, ["auto", *STATE_HEADS])
+    if cfg.state_head == "linear" and cfg.state_weight and not task.n_slots:
+        raise UserError(f"--task {cfg.task}: its states are text of any length, so give --state-head "
+                        "transformer or contrastive, or --state-weight 0")
+    kind = ("linear" if task.n_slots else "transformer") if cfg.state_head == "auto" else cfg.state_head
+    return kind if cfg.state_weight else "linear"
 
 
 def build_model(cfg, task, device):
     sizes = len(task.tokenizer), task.n_slots, task.n_classes
     torch.manual_seed(cfg.seed)                                          # torch draws nothing else at random
-    return LM(sized(cfg, *sizes), *sizes).to(device)
+    return LM(sized(replace(cfg, state_head=state_head(cfg, task)), *sizes), *sizes).to(device)
 
 
 def autocast(cfg, device):
@@ -465,7 +489,8 @@ def train(cfg, task, stages, model, folder, device, saved=None):
     fixed, total = stage_samples(cfg), total_samples(cfg, stages)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     p = {"step": 0, "samples": 0, "stage": 0, "stage_from": 0, "recent": [], "passed": [],
-         "fall_from": total - cfg.cooldown, "state": None, "seconds": 0.0, "data_seconds": 0.0}
+         "above": 0, "until": None, "fall_from": total - cfg.cooldown, "state": None,
+         "seconds": 0.0, "data_seconds": 0.0}
     if saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -501,7 +526,7 @@ def train(cfg, task, stages, model, folder, device, saved=None):
 
             with autocast(cfg, device):
                 hidden, state = model(batch.tokens, p["state"] if turn else None)
-                terms, accuracy = loss_terms(model, task, batch, hidden)
+                terms, accuracy = loss_terms(cfg, model, task, batch, hidden)
             loss = sum(weights[name] * term for name, term in terms.items())
             optimizer.zero_grad()
             loss.backward()
@@ -529,8 +554,12 @@ def train(cfg, task, stages, model, folder, device, saved=None):
                 tqdm.write(f"step {p['step']}: {p['samples']:,} traces, {p['seconds']:.0f} s, stage {stage}, "
                            f"loss {row['loss']:.3f}, {recent:.1%} right, held out {row['held_out_acc']:.1%}")
             rows.writerow(row)
-            if last and 0 < cfg.until <= row.get("held_out_acc", 0):
-                break
+            if last and "held_out_acc" in row:
+                p["above"] = p["above"] + 1 if 0 < cfg.until <= row["held_out_acc"] else 0
+                if p["above"] == 2:
+                    p["until"] = p["samples"] - cfg.eval_every * cfg.batch_size
+                    tqdm.write(f"held out {cfg.until:.1%} right, twice: first after {p['until']:,} traces")
+                    break
 
             if fixed:
                 enough = p["samples"] - p["stage_from"] >= fixed
@@ -542,7 +571,7 @@ def train(cfg, task, stages, model, folder, device, saved=None):
                 p["passed"].append({"stage": str(stage), "samples": p["samples"], "seconds": p["seconds"]})
                 if not last:
                     p.update(stage=p["stage"] + 1, stage_from=p["samples"], recent=[])
-                elif not fixed:
+                elif not fixed and not cfg.until:
                     p["fall_from"] = min(p["fall_from"], p["samples"])
                     bar.total = p["fall_from"] + cfg.cooldown
             if p["step"] % cfg.save_every == 0:
@@ -601,7 +630,7 @@ def run(cfg, saved):
     share = p["data_seconds"] / max(p["seconds"], 1e-9)
     print(f"trained {p['samples']:,} traces in {p['seconds']:.1f} s; to make them took {share:.1%} of it"
           + peak_memory(device))
-    result = {"model": cfg.model, "task": cfg.task, "params": count(model),
+    result = {"model": cfg.model, "task": cfg.task, "params": count(model), "until": p["until"],
               "samples": p["samples"], "seconds": p["seconds"], "seed": cfg.seed, "passed": p["passed"],
               "stage_reached": str(stages[p["stage"]]), "eval": [], "config": asdict(cfg)}
     for stage in eval_stages(cfg, task, stages):
