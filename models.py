@@ -1,5 +1,5 @@
 """
-The models: one language model, nine ways to mix time, each an equation you know.
+The models: one language model, ten ways to mix time, each an equation you know.
 
     x = embed(tokens);   x = x + mixer(norm(x)), x = x + mlp(norm(x)) in each block;   logits = head(norm(x))
 
@@ -7,11 +7,12 @@ The models: one language model, nine ways to mix time, each an equation you know
   deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in (0, beta_max)
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
   deltaproduct      n_householder delta steps a token
+  renorm_deltanet   deltanet, its state scaled after every 16 tokens: linear, but for that
   ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
   lstm, gru, rnn    torch's own, nonlinear in the state
 
-The first five read o_t = S_t^T q_t and differ in a line each. beta_max = 2 lets the eigenvalue 1 - beta_t
+The first six read o_t = S_t^T q_t and differ in few lines. beta_max = 2 lets the eigenvalue 1 - beta_t
 reach -1 (to swap is to reflect), beta_max = 1 keeps it in [0, 1]. "a+b" alternates mixers, block by block.
 
 All have one signature, forward(x, state) -> (y, state): the whole sequence in training, one token in
@@ -125,6 +126,29 @@ class DeltaProduct(DeltaNet):
         return o[:, self.steps - 1::self.steps], S
 
 
+class RenormDeltaNet(DeltaNet):
+    """Ours: what P1 (section 5) says that a linear RNN lacks, and no more. After every 16 tokens each column of
+    S, what all keys hold of one value channel, is scaled to a learned length: all else is as linear as it was.
+    State: the convolution's, the scan's, and how many tokens it has read."""
+    every = 16
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.norm_of_state = nn.Parameter(torch.ones(cfg.n_head, 1, 1))
+
+    def forward(self, x, state=None):
+        conv_state, S, read = state or (None, None, torch.zeros((), dtype=torch.long))
+        q, k, v, conv_state = self.project(x, conv_state)
+        T, late = x.shape[1], int(read) % self.every
+        cuts, o = [0, *range(self.every - late, T, self.every), T], []
+        for a, b in zip(cuts, cuts[1:]):
+            piece, S = self.scan(x[:, a:b], q[:, a:b], k[:, a:b], v[:, a:b], S)
+            o.append(piece)
+            if (late + b) % self.every == 0:
+                S = self.norm_of_state * S * torch.rsqrt(S.square().sum(-2, keepdim=True) + 1e-3)
+        return self.out(self.norm(torch.cat(o, 1)).flatten(-2)), (conv_state, S, read + T)
+
+
 class SSM(DeltaNet):
     """Dao and Gu 2405.21060, Mamba-2's shape: all that is held fades by 1 - beta, whatever its key. Unlike
     Mamba's exp(-dt), 1 - beta may be negative (beta_max 2): one flag sets everybody's eigenvalues."""
@@ -182,6 +206,7 @@ MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "deltaproduct": DeltaProduct,
+    "renorm_deltanet": RenormDeltaNet,
     "linear_attention": LinearAttention,
     "ssm": SSM,
     "transformer": Attention,
