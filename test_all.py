@@ -1303,6 +1303,9 @@ def test_a_tiny_model_learns_three_variables(tmp_path):
     assert [row["reveal_acc"] >= 0.99 for row in result["eval"]] == [True, True], result["eval"]
     assert result["stage_reached"] == "16x2"
     assert [p["stage"] for p in result["passed"]] == ["4x1", "8x1", "16x2"]
+    said = command(HERE / "train.py", "--probe", only(tmp_path), "--eval-samples", 100).stdout
+    true, shuffled = (float(share) for share in re.findall(r"([\d.]+)% of [\d,]+ values right", said))
+    assert true > 97 and shuffled < 85
     keys = "model task params until samples seconds seed stage_reached passed eval config"
     assert set(result) == set(keys.split())
 
@@ -1632,6 +1635,14 @@ BAD = {
     "--params 30000": "change --d-model or --n-layer",
     "--carry 0": "above 0",
     "--carry 4 --curriculum 8x3": "must divide",
+    "--task arith --state-head linear": "give --state-head transformer or contrastive, or --state-weight 0",
+    "--task arith --curriculum 13": "has 2 to 12 lines",
+    "--task arith --digits 0": "choose 1 to 6",
+    "--task parity --curriculum 8x2": "one answer, at its end, so write 8",
+    "--task parity --sample-length 2": "give 1 for programs of 2 to L lines",
+    "--task listperm --n-vars 10": "each a digit",
+    "--task group --state-head transformer": "by --state-head linear",
+    "--state-head linera": "did you mean linear",
     "--task group --state-weight 0": "--state-weight above 0",
     "--resume --overwrite": "one of them",
     "--seed 0,0": "repeat no value",

@@ -4,6 +4,7 @@ Train a model on a task, watch it learn, and test it far beyond what it saw. Not
     python train.py --model deltanet --task repl                   half a minute on two laptop cores
     python train.py --model deltanet,transformer --seed 0,1,2      a grid: six runs, finished ones are skipped
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, somewhere else
+    python train.py --probe out/deltanet-repl                      are the states in there?
     python train.py --play out/deltanet-repl                       a trained model, and you type
     python train.py --help                                         every setting, with its reason
 
@@ -48,7 +49,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import PAD, TASKS, Parser, Stage, Tokenizer, UserError, one_of, parse_stages, start
+from data import PAD, SPLITS, TASKS, Parser, Stage, Tokenizer, UserError, one_of, parse_stages, start
 from kernels import resolve_backend
 from models import LM, MIXERS, STATE_HEADS
 
@@ -128,6 +129,7 @@ def parse(argv):
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run, as a grid does")
     parser.add_argument("--overwrite", action="store_true", help="start over where a run's folder exists")
     parser.add_argument("--eval", metavar="CKPT", help="evaluate a checkpoint or run folder, train nothing")
+    parser.add_argument("--probe", metavar="CKPT", help="read states off a frozen model's hidden vectors")
     parser.add_argument("--play", metavar="CKPT", help="type Python, and see what a repl model expects")
     args = parser.parse_args(argv)
     if args.resume and args.overwrite:
@@ -141,8 +143,8 @@ def parse(argv):
         except ValueError:
             raise UserError(f"{flag(f.name)} {text}: give {f.type.__name__}s, separated by commas")
     given, grid = {name: values[0] for name, values in axes.items()}, any(len(v) > 1 for v in axes.values())
-    alone = [name for name in ("eval", "play", "resume", "overwrite") if getattr(args, name)]
-    if (args.eval or args.play) and (set(given) - set(WITH_EVAL) or grid or len(alone) > 1):
+    alone = [name for name in ("eval", "probe", "play", "resume", "overwrite") if getattr(args, name)]
+    if (args.eval or args.probe or args.play) and (set(given) - set(WITH_EVAL) or grid or len(alone) > 1):
         raise UserError(f"--{alone[0]} has its settings from the checkpoint: give only " +
                         ", ".join(map(flag, WITH_EVAL)) + " beside it, one value each")
     return [Config(**dict(zip(axes, cell))) for cell in itertools.product(*axes.values())], given, args
@@ -265,27 +267,34 @@ def loss_terms(cfg, model, task, batch, hidden):
 
 
 @torch.no_grad()
+def read(cfg, model, task, stage, split, device, places):
+    """Read cfg.eval_samples traces of a stage -> batch by batch: it, and the hidden vectors (N, D) at
+    places(batch), a (B, T) bool, trace by trace. It takes cfg.segment tokens at a time and carries the state,
+    so memory does not grow with the length (but for a Transformer's cache)."""
+    for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
+        size = min(cfg.batch_size, cfg.eval_samples - first)
+        batch = task.batch(stage, size, cfg.seed, split, t).to(device)
+        there, state, hidden = places(batch), None, []
+        with autocast(cfg, device):
+            for tokens, here in zip(batch.tokens.split(cfg.segment, 1), there.split(cfg.segment, 1)):
+                y, state = model(tokens, state)
+                hidden.append(y[here])
+        segment = there.nonzero()[:, 1] // cfg.segment                   # they came segment by segment
+        yield batch, torch.cat(hidden)[segment.argsort(stable=True).argsort()]
+
+
+@torch.no_grad()
 def evaluate(cfg, model, task, stage, device):
-    """Accuracy on held-out traces of a stage, true commands in the context. Reads cfg.segment tokens at a
-    time and carries the state, so memory does not grow with the length (but for a Transformer's cache).
+    """Accuracy on held-out traces of a stage, true commands in the context.
 
     -> {"commands", "spacing", "reveal_acc", "final_acc", "by_reveal": accuracy at each reveal of a trace}. Of
     hidden branches also, in nats an answer: "kl", the model's chances measured by the exact ones, "final_kl",
     the same at the last; "loss", at the answers that were sampled; "floor", what that is for the exact
     chances, the least anyone can have."""
-    right, nats = [], {"kl": [], "loss": [], "floor": []}
-    for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
-        size = min(cfg.batch_size, cfg.eval_samples - first)
-        batch = task.batch(stage, size, cfg.seed, "test", t).to(device)
+    right, nats, places = [], {"kl": [], "loss": [], "floor": []}, lambda batch: questions(task, batch)[0]
+    for batch, hidden in read(cfg, model, task, stage, "test", device, places):
         asked, answers = questions(task, batch)
-        state, hidden = None, []
         with autocast(cfg, device):
-            for tokens, here in zip(batch.tokens.split(cfg.segment, 1), asked.split(cfg.segment, 1)):
-                y, state = model(tokens, state)
-                hidden.append(y[here])
-            segment = asked.nonzero()[:, 1] // cfg.segment               # they came segment by segment, and
-            by_trace = segment.argsort(stable=True).argsort()            # must go trace by trace
-            hidden = torch.cat(hidden)[by_trace]                         # (N, D)
             guess = model.head(hidden) if task.next_token else model.to_state(hidden)[:, 0]
         right.append(score(task, asked, guess.argmax(-1) == answers).cpu())
         if batch.chances is not None:
@@ -294,7 +303,7 @@ def evaluate(cfg, model, task, stage, device):
             kl = (torch.special.xlogy(p, p) - p * log_q[:, digits]).sum(-1)
             loss, floor = -log_q.gather(-1, at), -p.gather(-1, at - ord("1")).log()
             for name, x in (("kl", kl), ("loss", loss), ("floor", floor)):
-                nats[name].append(x.view(size, -1))
+                nats[name].append(x.view(len(asked), -1))
     by_reveal = torch.cat(right).double().mean(0)                        # (R,)
     row = {**stage._asdict(), "reveal_acc": by_reveal.mean().item(), "final_acc": by_reveal[-1].item(),
            "by_reveal": by_reveal.tolist()}
@@ -657,6 +666,45 @@ def table(results):
     return "\n".join("  ".join(word.rjust(width) for word, width in zip(line, widths)) for line in lines)
 
 
+def probe(path, **changes):
+    """Is the state in there? Fit a linear softmax a slot to a frozen model's hidden vectors at line ends, and
+    read states off other traces. The control, after 2305.11169: states that the same lines would leave in a
+    language whose commands are about other variables. What a probe reads of those, it has worked out."""
+    cfg, task, stages, model = load_model(path, **changes)
+    if not task.n_slots or not hasattr(task, "shuffled"):
+        raise UserError(f"--probe {path}: --task {cfg.task} has no slots of classes, or no other language")
+    (device, _), [stage, *_] = pick_device(cfg.device), eval_stages(cfg, task, stages)
+    print(f"probe   {path}: {cfg.model} on {cfg.task}, {stage}; {cfg.eval_samples} traces to fit, more to test")
+
+    def lines(split):
+        """-> x (N, D), y (N, n_slots) of lines after which there is a state."""
+        there = lambda batch: (batch.state >= 0).any(-1)
+        x, y = zip(*((hidden.double(), batch.state[there(batch)]) for batch, hidden in
+                     read(cfg, model, task, stage, split, device, there)))
+        return torch.cat(x), torch.cat(y)
+
+    for name, task.shuffled in (("the state after a line", False), ("in a shuffled language", True)):
+        (x, y), (x_new, y_new) = map(lines, SPLITS)
+        linear = torch.nn.Linear(x.shape[1], task.n_slots * task.n_classes).double().to(device)
+        optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+        def logits(x):
+            return linear(x).unflatten(-1, (task.n_slots, task.n_classes))
+
+        def loss():
+            optimizer.zero_grad()
+            nats = F.cross_entropy(logits(x).flatten(0, 1), y.flatten(), ignore_index=-1)
+            nats = nats + 1e-4 * linear.weight.square().sum()
+            nats.backward()
+            return nats
+
+        optimizer.step(loss)
+        right, known = logits(x_new).argmax(-1) == y_new, y_new >= 0
+        often = y.flatten()[y.flatten() >= 0].bincount().argmax()
+        print(f"{name:24s}{right[known].double().mean():8.2%} of {known.sum():,} values right; "
+              f"always the commonest: {(y_new == often)[known].double().mean():.1%}")
+
+
 @torch.no_grad()
 def play(path, **changes):
     """Read lines until there are no more, execute them, and say what the model expects each print to show."""
@@ -704,8 +752,8 @@ def play(path, **changes):
 
 def main(argv):
     configs, given, args = parse(argv)
-    if args.play:
-        play(args.play, **{"device": "auto", **given})
+    if args.play or args.probe:
+        (play if args.play else probe)(args.play or args.probe, **{"device": "auto", **given})
         return 0
     if args.eval:
         cfg, task, stages, model = load_model(args.eval, **{"device": "auto", "eval_at": "auto", **given})
