@@ -216,8 +216,8 @@ class DeltaRuleChunks(torch.autograd.Function):
 #
 # Tensor cores multiply bf16, and a state that is read through bf16 loses a tenth of itself in 4,096
 # reflections, says a simulation of the rounding. But an fp32 number is the sum of three in bf16. So S times a
-# bf16 key is three products, to the last bit. What only leaves the state, for an output in bf16, is worth two.
-# With fp32 keys it takes six.
+# bf16 key is three products, to the last bit. What only leaves the state, for an output in bf16, is worth
+# two. With fp32 keys it takes six.
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
 SPLIT = tl.constexpr(not INTERPRETED)  # an interpreted product is right as it is; it is also quicker

@@ -127,8 +127,8 @@ class DeltaProduct(DeltaNet):
 
 
 class RenormDeltaNet(DeltaNet):
-    """Ours: what P1 (section 5) says that a linear RNN lacks, and no more. After every 16 tokens each column of
-    S, what all keys hold of one value channel, is scaled to a learned length: all else is as linear as it was.
+    """Ours: what P1 (section 5) says that a linear RNN lacks, and no more. After every 16 tokens each column
+    of S, what all keys hold of one value channel, is scaled to a learned length; between, all is linear.
     State: the convolution's, the scan's, and how many tokens it has read."""
     every = 16
 
@@ -258,7 +258,7 @@ class LM(nn.Module):
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         self.to_state = LinearHead(cfg, vocab_size, n_slots, n_classes)
         init_weights(self)
-        if cfg.state_head != "linear":                                    # so late, and the rest starts the same
+        if cfg.state_head != "linear":                                    # so late, so the rest starts alike
             self.to_state = STATE_HEADS[cfg.state_head](cfg, vocab_size, n_slots, n_classes)
             init_weights(self.to_state)
 

@@ -25,6 +25,7 @@ Look at the worked examples:   python pfsa.py
 
 Not here: the text of these traces (data.py), models that learn them (train.py).
 """
+import time
 from fractions import Fraction
 from itertools import combinations, permutations
 
@@ -336,6 +337,10 @@ def main():
         error = np.abs(found - marginals(automaton.filter(symbols)[0][:, 1:], n))
         what = f"n = {n}, " + (f"one symbol in {every} a print" if every > 1 else "no prints")
         print(f"    {what:30s}{error.mean():8.4f}{error.max():8.4f}{(~ok).mean():8.1%}")
+
+    rng, automaton, began = np.random.default_rng(0), maybe_swaps(3), time.process_time()
+    automaton.filter(automaton.sample(rng, 10_000, 128, schedule(rng, 3, 10_000, 128))[0])
+    print(f"\n10,000 sequences of 128 symbols, n = 3, and their beliefs: {time.process_time() - began:.1f} s")
 
 
 if __name__ == "__main__":

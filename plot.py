@@ -78,7 +78,7 @@ def load(folders, best):
     """-> {label: [(result, folder), ...]}: finished runs, grouped by all settings but the seed, labelled by
     those that are not what most runs have. Of runs that otherwise differ in the setting `best` only, those
     are kept whose value gave the first seed the highest mean accuracy over all that was evaluated, or, of
-    hidden branches, the lowest mean KL."""
+    hidden branches, the lowest mean KL at prints of the kind that was trained."""
     runs = []
     for folder in map(Path, folders):
         try:
@@ -107,7 +107,8 @@ def best_of(runs, best):
 
     def score(runs):
         first = min((result for result, _ in runs), key=lambda result: result["seed"])
-        return np.mean([-row["kl"] if "kl" in row else row["reveal_acc"] for row in first["eval"]]), len(runs)
+        rows = [row for row in first["eval"] if row["kind"] == first["eval"][0]["kind"]]
+        return np.mean([-row["kl"] if "kl" in row else row["reveal_acc"] for row in rows]), len(runs)
     return max(by_value.values(), key=score)
 
 

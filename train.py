@@ -674,7 +674,7 @@ def probe(path, **changes):
     if not task.n_slots or not hasattr(task, "shuffled"):
         raise UserError(f"--probe {path}: --task {cfg.task} has no slots of classes, or no other language")
     (device, _), [stage, *_] = pick_device(cfg.device), eval_stages(cfg, task, stages)
-    print(f"probe   {path}: {cfg.model} on {cfg.task}, {stage}; {cfg.eval_samples} traces to fit, more to test")
+    print(f"probe   {path}: {cfg.model} on {cfg.task}, {stage}, fit to {cfg.eval_samples} traces")
 
     def lines(split):
         """-> x (N, D), y (N, n_slots) of lines after which there is a state."""
