@@ -133,6 +133,8 @@ class Batch:
 
     def cut(self, n, opening):
         """-> n batches, of as many lines each, the first with `opening` more: the traces' parts in turn."""
+        if n == 1:
+            return [self]
         ends = self.line_end[0].nonzero()[:, 0] + 1                       # the same places in every trace
         lines = (len(ends) - opening) // n
         last = [ends[opening + lines * (i + 1) - 1].item() for i in range(n)]
@@ -603,9 +605,13 @@ class Arith(Program):
             raise UserError(f"--digits {digits}: choose 1 to 6")
         super().__init__(sample_length, tokenizer)
         self.digits, [self.equals, self.plus, self.minus, self.comma, _] = digits, range(256, 261)
-        given = self.batch(Stage(4, 1), 4096, 0, "test", 0)
-        said = Counter(tuple(x[a].tolist()) for x, a in zip(given.tokens, given.answer))
-        self.chance = said.most_common(1)[0][1] / 4096                    # of the commonest answer, 4 lines
+        self.chance = self.commonest(4)
+
+    def commonest(self, L, programs=4096):
+        """How often who always gives the commonest answer to programs of L lines is right."""
+        batch = self.batch(Stage(L, 1), programs, 0, "test", 0)
+        answers = Counter(tuple(x[a].tolist()) for x, a in zip(batch.tokens, batch.answer))
+        return answers.most_common(1)[0][1] / programs
 
     def sample(self, rng, length, L):
         """Backwards: after line k come k more. -> sign (B, L), variables of the operands (B, L, 2), -1 for

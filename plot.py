@@ -8,6 +8,8 @@ The figures, one function each, from the files that runs leave behind.
     python plot.py drift out/deltanet-repl --at 512x512        why a model loses track, suspect by suspect
     python plot.py nats out/deltanet-pfsa*                     hidden branches: KL to the exact odds
     python plot.py filters                                     where linear filters die (P1 Figs. 9 and 10)
+    python plot.py samples out/transformer-parity*             traces until all is right (P2 Fig. 5)
+    python plot.py budget out/transformer-arith*               accuracy after all traces (P2 Fig. 7)
     python plot.py table out/deltanet-repl*                    the numbers, as CSV
 
 Runs that differ only in their seed become one line, the median, in a band from the worst to the best. With
@@ -18,6 +20,7 @@ P1 is arXiv 2602.14814. Not here: training. All but `drift` and `filters` read m
 """
 import csv
 import json
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -30,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 import pfsa
-from data import Parser, Stage, UserError, one_of, parse_stages, start
+from data import Arith, Parser, Stage, UserError, one_of, parse_stages, start
 from models import DeltaNet, GatedDeltaNet
 from train import load_model, stage_of
 
@@ -74,18 +77,18 @@ def tiles(axes, cells, rows, columns):
     axes.set_yticks(range(len(rows)), rows)
 
 
-def load(folders, best):
-    """-> {label: [(result, folder), ...]}: finished runs, grouped by all settings but the seed, labelled by
-    those that are not what most runs have. Of runs that otherwise differ in the setting `best` only, those
-    are kept whose value gave the first seed the highest mean accuracy over all that was evaluated, or, of
-    hidden branches, the lowest mean KL at prints of the kind that was trained."""
+def load(folders, best, over=()):
+    """-> {label: [(result, folder), ...]}: finished runs, grouped by all settings but the seed and those in
+    `over`, labelled by those that are not what most runs have. Of runs that otherwise differ in the setting
+    `best` only, those are kept whose value gave the first seed the highest mean accuracy over all that was
+    evaluated, or, of hidden branches, the lowest mean KL at prints of the kind that was trained."""
     runs = []
     for folder in map(Path, folders):
         try:
             runs.append((json.loads((folder / "result.json").read_text()), folder))
         except (OSError, ValueError):
             raise UserError(f"{folder} holds no result.json: give folders of runs that train.py has finished")
-    aside = ("seed", "out", "name", "device", "save_every", best)
+    aside = ("seed", "out", "name", "device", "save_every", best, *over)
     configs = [{k: v for k, v in result["config"].items() if k not in aside} for result, _ in runs]
     if best and best not in runs[0][0]["config"]:
         raise UserError(f"--best {best}: no setting of these runs; choose one of " + ", ".join(configs[0]))
@@ -202,6 +205,58 @@ def nats(groups, at):
         axes.get_legend().remove()
 
 
+def by_length(runs, value):
+    """Runs -> lengths of their last stages, ascending; for each of these value(result) of its runs."""
+    found = {}
+    for result, _ in runs:
+        length = int(re.match(r"\d+", result["config"]["curriculum"].split()[-1])[0])
+        found.setdefault(length, []).append(value(result))
+    return zip(*sorted(found.items()))
+
+
+def samples(groups, at):
+    """Traces until held-out programs were all right, twice (train.py --until), over their length (P2 Fig. 5).
+    Median and range of the seeds; hollow, pointing up: most seeds saw so many traces and were not there."""
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for i, (label, runs) in enumerate(groups.items()):
+        lengths, seen = by_length(runs, lambda r: (r["until"] or r["samples"], r["until"] is None))
+        x = np.array(lengths) * 1.03 ** (i - len(groups) / 2)             # side by side
+        y = [np.median([traces for traces, _ in seeds]) for seeds in seen]
+        [line] = axes.plot(x, y, ":", linewidth=1)
+        for x, y, seeds in zip(x, y, seen):
+            never = np.mean([failed for _, failed in seeds]) > 0.5
+            look = {"color": line.get_color(), "fillstyle": "none" if never else "full"}
+            axes.plot(x, y, "^" if never else "o", **look)
+            axes.vlines(x, *np.percentile([traces for traces, _ in seeds], [0, 100]), color=look["color"])
+        axes.plot([], [], "o-", color=line.get_color(), label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="lines of a program", ylabel="training traces until all is right",
+             title="Samples to perfect (hollow: not reached)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def budget(groups, at):
+    """Held-out accuracy of arith after training, over the lines of a program, a panel per number of digits
+    (P2 Fig. 7); beside it, what always giving the commonest answer is worth."""
+    curves = {}
+    for label, runs in groups.items():
+        for digits in sorted({result["config"]["digits"] for result, _ in runs}):
+            of_digits = [run for run in runs if run[0]["config"]["digits"] == digits]
+            lengths, right = by_length(of_digits, lambda result: result["eval"][0]["reveal_acc"])
+            seeds = zip(*right)
+            curves.setdefault(digits, {})[label] = [(np.array(lengths), np.array(y)) for y in seeds]
+    figure, [panels] = plt.subplots(1, len(curves), figsize=(2 + 4 * len(curves), 4), layout="constrained",
+                                    sharey=True, squeeze=False)
+    for axes, (digits, of_digits) in zip(panels, sorted(curves.items())):
+        lines(of_digits, "lines of a program", "accuracy on held-out programs", f"{digits} digits", axes=axes)
+        x = max((x for seeds in of_digits.values() for x, _ in seeds), key=len)
+        axes.plot(x, [Arith(digits).commonest(L) for L in x.tolist()], "k:", label="always the commonest")
+        axes.legend(frameon=False)
+    return figure
+
+
 def filters(groups, at):
     """Left, P1 Fig. 9: the mass of a linear filter over reveals of probability 1/2, in four dtypes. Right, P1
     Fig. 10: an entry of the marginal recurrence, what Sinkhorn makes of it, and the truth. Needs no runs."""
@@ -241,11 +296,12 @@ def table(groups, path):
         rows = csv.writer(file)
         evaluated = [row for runs in groups.values() for result, _ in runs for row in result["eval"]]
         more = ["kl", "final_kl", "loss", "floor"] if any("kl" in row for row in evaluated) else []
-        columns = "run seed params samples seconds commands spacing kind reveal_acc final_acc to_98"
+        columns = "run seed params samples seconds until commands spacing kind reveal_acc final_acc to_98"
         rows.writerow(columns.split() + more)
         for label, runs in groups.items():
             for result, folder in runs:
-                cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1)]
+                cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1),
+                        result["until"]]
                 first = samples_to(0.98, folder)
                 for row in result["eval"]:
                     stage = stage_of(row)
@@ -402,7 +458,9 @@ def drift(groups, at, traces=96):
     return figure
 
 
-FIGURES = {f.__name__: f for f in (curve, positions, scores, final, drift, nats, filters)}  # f(groups, at)
+FIGURES = {f.__name__: f for f in  # f(groups, at)
+           (curve, positions, scores, final, drift, nats, samples, budget, filters)}
+OVER = {"samples": ["curriculum"], "budget": ["curriculum", "digits"]}    # settings on an axis of a figure
 
 
 def main(argv):
@@ -422,7 +480,7 @@ def main(argv):
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
     if not args.runs and args.figure != "filters":
         raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
-    groups = load(args.runs, args.best) if args.runs else {}
+    groups = load(args.runs, args.best, OVER.get(args.figure, ())) if args.runs else {}
     figure = FIGURES[args.figure](groups, args.at) if args.figure in FIGURES else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

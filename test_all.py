@@ -1713,11 +1713,12 @@ def test_a_figure_shows_median_and_range_over_seeds():
     assert {(x, y) for x, y in band} >= {(0, 0), (0, 3), (1, 1), (1, 4), (2, 1), (2, 5)}
 
 
-def write_run(folder, accuracy, rows=(), **settings):
+def write_run(folder, accuracy, rows=(), until=None, **settings):
     """Leave a finished run, as train.py does, without training one."""
     folder.mkdir()
-    row = {"commands": 8, "spacing": 1, "reveal_acc": accuracy, "final_acc": accuracy}
-    result = {"config": dataclasses.asdict(train.Config(**settings)), "seed": settings["seed"], "eval": [row]}
+    row = {"commands": 8, "spacing": 1, "kind": "", "reveal_acc": accuracy, "final_acc": accuracy}
+    result = {"config": dataclasses.asdict(train.Config(**settings)), "seed": settings["seed"], "eval": [row],
+              "until": until, "samples": 9000}
     (folder / "result.json").write_text(json.dumps(result))
     with open(folder / "metrics.csv", "w", newline="") as file:
         table = csv.writer(file)
@@ -1732,6 +1733,37 @@ def test_the_best_value_of_a_setting_is_chosen_by_the_first_seed(tmp_path):
     assert len(plot.load(sorted(tmp_path.iterdir()), None)) == 2
     with pytest.raises(UserError, match="choose one of"):
         plot.load(tmp_path.iterdir(), "lr")
+
+
+def test_samples_to_perfect_are_drawn_over_the_length_and_hollow_where_most_seeds_fail(tmp_path):
+    for i, (length, weight, seed, until) in enumerate([
+            (8, 1, 0, 100), (8, 1, 1, 300), (8, 1, 2, None), (16, 1, 0, 2000), (8, 0, 0, None)]):
+        write_run(tmp_path / str(i), 0, until=until, task="parity", seed=seed, state_weight=weight,
+                  curriculum=f"2 {length}")
+    groups = plot.load(sorted(tmp_path.iterdir()), None, plot.OVER["samples"])
+    assert list(groups) == ["deltanet", "deltanet, state_weight 0"]
+    [axes] = plot.samples(groups, None).axes
+    marks = [(line.get_marker(), float(line.get_ydata()[0])) for line in axes.lines
+             if line.get_marker() in "o^" and len(line.get_xdata()) == 1]
+    assert marks == [("o", 300), ("o", 2000), ("^", 9000)]
+
+
+def test_accuracy_at_a_budget_is_drawn_beside_the_commonest_answer(tmp_path):
+    for i, (length, digits, seed, right) in enumerate([
+            (4, 1, 0, 0.5), (6, 1, 0, 0.2), (4, 1, 1, 0.7), (6, 1, 1, 0.4), (4, 2, 0, 0.1), (6, 2, 0, 0.1)]):
+        write_run(tmp_path / str(i), right, task="arith", seed=seed, digits=digits, curriculum=str(length))
+    one, two = plot.budget(plot.load(sorted(tmp_path.iterdir()), None, plot.OVER["budget"]), None).axes
+    for axes, middle in ((one, [0.6, 0.3]), (two, [0.1, 0.1])):
+        model, commonest = axes.lines
+        assert model.get_xdata().tolist() == [4, 6] and np.allclose(model.get_ydata(), middle)
+        assert 0.01 < commonest.get_ydata().min() and commonest.get_ydata().max() < 0.2
+
+
+def test_the_commonest_answer_is_counted_from_the_text():
+    task = data.Arith(1)
+    programs = texts(task, task.batch(Stage(4, 1), 1000, 0, "test", 0))
+    said = Counter(text.split("== ")[1].rstrip("\n\0") for text in programs)
+    assert task.commonest(4, 1000) == max(said.values()) / 1000 == said["0"] / 1000
 
 
 def test_samples_to_an_accuracy_are_those_of_ten_batches_of_one_stage(tmp_path):
