@@ -491,7 +491,7 @@ def stack(*kinds):
 
 
 class Program:
-    """What the three share. The answer stands in the last line, and is right if all of it is.
+    """What the three share; `write`, which `batch` calls, is their own. An answer is right if all of it is.
 
     With sample_length, each training program has a length of its own, 2 to that of its stage: P2's
     curriculum. Held-out ones are as long as their stage says. Raises UserError."""
