@@ -198,11 +198,15 @@ def nats(groups, at):
     figure, [panels] = plt.subplots(1, len(kinds), figsize=(2 + 5 * len(kinds), 4), layout="constrained",
                                     sharey=True, squeeze=False)
     for axes, (kind, curves) in zip(panels, kinds.items()):
-        lines(curves, "lines of code", "KL to the exact odds, nats an answer", f"Prints: {kind or 'random'}",
+        lines(curves, "lines of code", "KL to the exact odds, nats an answer", f"prints: {kind or 'random'}",
               axes=axes)
         axes.set(xscale="log", yscale="log")
+        lengths = sorted({x for seeds in curves.values() for xs, _ in seeds for x in xs.astype(int).tolist()})
+        axes.set_xticks(lengths, lengths)
+        axes.minorticks_off()
     for axes in panels[:-1]:
         axes.get_legend().remove()
+    return figure
 
 
 def by_length(runs, value):
@@ -481,10 +485,12 @@ def main(argv):
     if not args.runs and args.figure != "filters":
         raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
     groups = load(args.runs, args.best, OVER.get(args.figure, ())) if args.runs else {}
-    figure = FIGURES[args.figure](groups, args.at) if args.figure in FIGURES else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150) if figure else table(groups, path)
+        if args.figure == "table":
+            table(groups, path)
+        else:
+            FIGURES[args.figure](groups, args.at).savefig(path, dpi=150)
     except OSError as error:
         raise UserError(f"{path}: cannot write there ({error.strerror}); choose another --save")
     print(f"saved {path}")

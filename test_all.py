@@ -967,6 +967,7 @@ def test_a_model_learns_to_believe(tmp_path):
     run = str(only(tmp_path))
     assert train.main(["--eval", run, "--eval-at", "8x2:adversarial"]) == 0
     assert plot.main(["nats", run, "--save", str(tmp_path / "nats.png")]) == 0
+    assert (tmp_path / "nats.png").read_bytes().startswith(b"\x89PNG")
     assert plot.main(["table", run, "--save", str(tmp_path / "t.csv")]) == 0
     line, forced = csv.DictReader(open(tmp_path / "t.csv"))
     assert forced["kind"] == "forced" and float(forced["final_kl"]) >= 0
