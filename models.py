@@ -256,7 +256,7 @@ class LM(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, mixers[i % len(mixers)]) for i in range(cfg.n_layer))
         self.norm = nn.RMSNorm(cfg.d_model, eps=1e-5)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
-        self.to_state = LinearHead(cfg, vocab_size, n_slots, n_classes)
+        self.to_state = LinearHead(cfg, vocab_size, n_slots, n_classes) if n_slots else nn.Identity()
         init_weights(self)
         if cfg.state_head != "linear":                                    # so late, so the rest starts alike
             self.to_state = STATE_HEADS[cfg.state_head](cfg, vocab_size, n_slots, n_classes)
