@@ -324,6 +324,8 @@ def show_eval(row, task, stages):
     if "kl" in row:
         return (f"eval    {L} lines, prints {kind or 'random'}, 1 in {S}: KL {row['kl']:.4f} nats an answer "
                 f"(the last {row['final_kl']:.4f}); loss {row['loss']:.3f}, the floor {row['floor']:.3f}")
+    if task.whole:
+        return f"eval    {L} lines: {row['reveal_acc']:.2%} right (chance {task.chance:.1%}; {trained})"
     return (f"eval    {L} commands, spacing {S}: {row['reveal_acc']:.2%} right, the last "
             f"{row['final_acc']:.2%} (chance {task.chance:.1%}; {trained})")
 
