@@ -977,6 +977,7 @@ def test_a_model_learns_to_believe(tmp_path):
 @pytest.mark.parametrize("args, says", [
     (["--n-vars", "6"], "choose 2 to 5"),
     (["--n-vars", "3", "--curriculum", "8x2:often"], "Choose one of random"),
+    (["--n-vars", "3", "--curriculum", "8x2:none"], "Choose one of random"),
     (["--n-vars", "3", "--eval-at", "8x4:forced"], "every second line is a print there, so write 8x2:forced"),
     (["--n-vars", "3", "--carry", "2"], "leave it at 1")])
 def test_bad_settings_of_hidden_branches_are_one_line(args, says):

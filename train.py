@@ -257,8 +257,8 @@ def loss_terms(cfg, model, task, batch, hidden):
     if task.next_token:
         logits, after = model.head(hidden).float(), batch.tokens.roll(-1, 1)         # (B, T, vocabulary)
         nats = F.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="none", ignore_index=PAD)
-        nats, last = nats.view_as(after), -1                                         # which has no next
-        terms["next"] = nats[:, :last].sum() / (after[:, :last] != PAD).sum()
+        nats = nats.view_as(after)
+        terms["next"] = nats[:, :-1].sum() / (after[:, :-1] != PAD).sum()            # the last has no next
         terms["reveal"] = nats[asked].mean()
         guess = logits[asked]
     else:
