@@ -326,8 +326,8 @@ class TransformerHead(nn.Module):
 
 class ContrastiveHead(nn.Module):
     """The hidden vector must point where the same LM's points after it has read the state's text; lines and
-    states of a batch find each other (CLIP, 2103.00020). No parameters. P2 leaves open what to do with lines
-    that have the same state, as half of parity's: here a state is one candidate for all of them."""
+    states of one program find each other (CLIP, 2103.00020; appendix D). No parameters. P2 leaves open what
+    to do with lines that have the same state, as half of parity's: here it is one candidate for them all."""
     temperature = 0.07
 
     def __init__(self, cfg, vocab_size, n_slots, n_classes):
@@ -340,9 +340,14 @@ class ContrastiveHead(nn.Module):
         read, _ = lm(text)
         end = (text != PAD).sum(1) - 1
         state = read[torch.arange(len(text), device=end.device), end]
-        alike = F.normalize(hidden[where], dim=-1) @ F.normalize(state, dim=-1).T / self.temperature  # (N, U)
-        to_line = -alike.float().log_softmax(0).gather(1, number[:, None]).mean()
-        return (F.cross_entropy(alike.float(), number) + to_line) / 2
+        cosine = (F.normalize(hidden[where], dim=-1) @ F.normalize(state, dim=-1).T).float()      # (N, U)
+        alike, program = ((cosine - 1) / self.temperature).exp(), where.nonzero()[:, 0]
+        lines = alike.new_zeros(len(where), len(text)).index_add(0, program, alike)   # sums over its lines
+        has = torch.zeros_like(lines)
+        has[program, number] = 1
+        states = (alike * has[program]).sum(1)                            # and over its states
+        its = alike.gather(1, number[:, None])[:, 0].log()
+        return (states.log() + lines[program, number].log()).mean() / 2 - its.mean()
 
 
 STATE_HEADS = {"linear": LinearHead, "transformer": TransformerHead, "contrastive": ContrastiveHead}
