@@ -22,18 +22,38 @@ Look at samples:   python data.py repl --n-vars 3 --commands 4
 Not here: files, downloads, data loaders. Every task is made faster than a model can train on it.
 """
 import argparse
+import ast
+import contextlib
 import difflib
+import functools
+import inspect
+import json
 import math
+import os
+import random
 import re
+import select
+import signal
+import subprocess
 import sys
+import tempfile
+import textwrap
+import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
+
+try:
+    import resource
+except ImportError:  # Windows has no such module, and no os.fork
+    resource = None
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import pfsa
 
@@ -77,6 +97,22 @@ def start(main):
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+class Interrupt:
+    """Ctrl-C or kill lets a step finish: what is saved then is a state that the work was in."""
+
+    def __enter__(self):
+        self.asked, signals = False, (signal.SIGINT, signal.SIGTERM)
+        self.before = {s: signal.signal(s, self.ask) for s in signals}
+        return self
+
+    def ask(self, *_):
+        self.asked = True
+
+    def __exit__(self, *_):
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -680,8 +716,846 @@ class Arith(Program):
         return stack(*lines), last, np.zeros((B, L + 1, 0), int), stack(*texts)
 
 
+# ----------------------------------------------------------------------------------------------------------
+# trace: a function and its input, unrolled into the lines that run (P2 section 2, appendix A)
+
+class Rejected(Exception):
+    """Why a function has no trace."""
+
+
+class Jump(Exception):
+    """break, continue, or (return, value, its source), on its way to where it ends."""
+
+
+def literal(x, inside=()):
+    """Source of a value that is made of built-in types only, else None. Equal sets have equal source, in
+    whatever order they hold their elements."""
+    if type(x) in (bool, type(None), str, bytes) or type(x) is int and abs(x) < 10 ** 1000:
+        return repr(x)
+    if type(x) in (float, complex):
+        return repr(x) if abs(x) < math.inf else None                     # of nan that is false, too
+    if type(x) not in (list, tuple, set, dict) or id(x) in inside:
+        return None
+    items = [[literal(y, (*inside, id(x))) for y in item]
+             for item in (x.items() if type(x) is dict else zip(x))]
+    if any(None in item for item in items):
+        return None
+    items = [": ".join(item) for item in items]
+    if type(x) is set:
+        return "{" + ", ".join(sorted(items)) + "}" if items else "set()"
+    left, right = {list: "[]", tuple: "()", dict: "{}"}[type(x)]
+    return left + ", ".join(items) + "," * (type(x) is tuple and len(x) == 1) + right
+
+
+def look(x, depth=4):
+    """What can be seen of a value without moving it, so that it can be told whether it changes: as `literal`,
+    but of iterators and objects, too. None where nothing is to be seen, as in a generator."""
+    if literal(x) is not None or not depth:
+        return literal(x)
+    if isinstance(x, (list, tuple, set, frozenset, dict)):
+        return str(type(x)), [look(y, depth - 1) for y in (x.items() if isinstance(x, dict) else x)]
+    if isinstance(x, range):                                              # a range iterator makes it anew
+        return repr(x)
+    if hasattr(x, "__next__"):
+        with contextlib.suppress(TypeError):
+            return str(type(x)), [look(y, depth - 1) for y in x.__reduce__()[1:]]
+        return None
+    return id(x), [look(y, depth - 1) for y in getattr(x, "__dict__", {}).items()]
+
+
+def names_in(*nodes):
+    """The names that pieces of a syntax tree mention."""
+    return {x.id for node in nodes for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
+def own(function):
+    """The nodes of a function's body, but for those of functions and classes inside it."""
+    todo = [*function.body]
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            todo += ast.iter_child_nodes(node)
+
+
+class Memory:
+    """One flat namespace, which remembers what was in it before the trace."""
+
+    def __init__(self, prelude):
+        self.scope = {"__name__": "trace"}
+        exec(prelude, self.scope)
+        self.before = dict(self.scope)
+
+    def seen(self, see):
+        """{name: see(value)} of what the trace has put there."""
+        return {name: see(x) for name, x in self.scope.items()
+                if not name.startswith("__") and not (name in self.before and self.before[name] is x)}
+
+    def state(self):
+        """{name: literal}. What has no literal, as a function, an iterator, a module, is not in it: the
+        address in its repr would differ from run to run."""
+        return {name: x for name, x in self.seen(literal).items() if x is not None}
+
+
+class Tracer(Memory):
+    """Unrolls a call. It walks if, for, while, try and return itself; every other statement it executes in
+    one flat namespace, and adds the same source to `lines`. So the trace is what ran.
+
+    What stands around the function is `prelude`, opaque. states: {name: literal} after each line; last: the
+    assert; result: its right side. Raises Rejected, or what the function raises."""
+    limits = {"steps": 50, "characters of code": 1000, "characters of state": 12000,
+              "conditions and rounds of loops": 1000}
+    magic = {"locals", "globals", "vars", "dir", "exec", "eval", "compile", "__import__"}
+
+    def __init__(self, code, arguments, name=None):
+        for method in ("text", "part", "compiled"):                       # loops ask again and again
+            setattr(self, method, functools.cache(getattr(self, method)))
+        self.source = textwrap.dedent(code.replace("\r\n", "\n")).strip("\n") + "\n"
+        try:
+            tree, self.rows = ast.parse(self.source), self.source.encode().split(b"\n")
+        except (SyntaxError, ValueError) as error:
+            raise Rejected(f"no Python: {error}")
+        functions = [x for x in tree.body if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        functions = [x for x in functions if name in (None, x.name)]
+        if not functions:
+            raise Rejected(f"no function {name or ''}".rstrip())
+        function, inner = functions[-1], [*own(functions[-1])]
+        around = [x for x in tree.body if x is not function]
+        self.name = function.name
+        for why, so in (("async", isinstance(function, ast.AsyncFunctionDef)),
+                        ("a decorator", function.decorator_list),
+                        ("a generator", any(isinstance(x, (ast.Yield, ast.YieldFrom)) for x in inner)),
+                        ("locals, exec, eval or their like", names_in(*function.body) & self.magic),
+                        ("recursion", any(self.name in names_in(x) for x in around if hasattr(x, "body")))):
+            if so:
+                raise Rejected(why)
+        self.prelude = "\n".join(self.text(x) for x in around if self.name not in names_in(x))
+        super().__init__(self.prelude)
+        self.lines, self.states, self.left = [], [], dict(self.limits)
+        self.loops, self.guards, self.caught = {}, 0, []
+
+        bound = {x.id for x in inner if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load)}
+        bound |= {x.arg for x in ast.walk(function.args) if isinstance(x, ast.arg)}
+        shadowed = bound & {"iter", "next"}
+        self.iter = "({}).__iter__()" if shadowed else "iter(({}))"
+        self.next = "{}.__next__()" if shadowed else "next({})"
+        self.loop = next(x for x in ("forloop", "forloop_", "forloop__")
+                         if not any(y.startswith(x) for y in bound))
+        self.bind(arguments, function.args)
+        value, source = None, "None"
+        try:
+            self.block(function.body)
+        except Jump as jump:
+            _, value, source = jump.args
+        self.result = literal(value)
+        if self.result is None:
+            raise Rejected("an output that has no literal")
+        self.last = f"assert ({source}) == {self.result}"
+        self.spend("characters of code", len(self.last))
+
+    def bind(self, arguments, parameters):
+        """The first line, parameters = arguments: as they were written, if each is in its place."""
+        call = ast.parse(f"f({arguments})", mode="eval").body
+        names = [x.arg for x in parameters.posonlyargs + parameters.args]
+        plain = not (call.keywords or parameters.vararg or parameters.kwarg or parameters.kwonlyargs
+                     or any(isinstance(x, ast.Starred) for x in call.args))
+        if not plain or len(call.args) != len(names):
+            scope = {"__name__": "trace"}
+            exec(self.source, scope)
+            scope["bind"] = inspect.signature(scope[self.name]).bind
+            bound = eval(f"bind({arguments})", scope)
+            bound.apply_defaults()
+            names, values = [*bound.arguments], [literal(x) for x in bound.arguments.values()]
+            if None in values:
+                raise Rejected("an argument that has no literal")
+            arguments = ", ".join(values)
+        if names:
+            self.execute(f"{', '.join(names)} = {arguments.strip().rstrip(',')}")
+
+    # The source of a piece of the tree, as it was written: ast.unparse would write it anew
+
+    def segment(self, node):
+        text = b"\n".join(self.rows[node.lineno - 1:node.end_lineno])     # offsets count bytes
+        past = len(text) - len(self.rows[node.end_lineno - 1]) + node.end_col_offset
+        return text[node.col_offset:past].decode()
+
+    def text(self, node):
+        """Of a statement, without its indentation."""
+        first = min(x.lineno for x in [node, *getattr(node, "decorator_list", [])])
+        whole, segment = b"\n".join(self.rows[first - 1:node.end_lineno]).decode(), self.segment(node)
+        for text in (textwrap.dedent(" " * node.col_offset + segment), segment, textwrap.dedent(whole)):
+            with contextlib.suppress(SyntaxError):
+                if ast.dump(ast.parse(text)) == ast.dump(ast.Module([node], [])):
+                    break
+        else:
+            raise Rejected("a statement that cannot stand alone")
+        inner = any(isinstance(x, ast.Nonlocal) for x in ast.walk(node))
+        return re.sub(r"\bnonlocal\b", "global", text) if inner else text
+
+    def part(self, node):
+        """Of an expression or a target, so that it can stand in a line."""
+        text = self.segment(node)
+        return f"({text})" if "\n" in text or isinstance(node, ast.NamedExpr) else text
+
+    # One line
+
+    def compiled(self, text, mode):
+        tree = ast.parse(text, mode=mode)
+        if self.name in names_in(tree) and self.name not in self.scope:
+            raise Rejected("recursion")
+        return compile(tree, "<trace>", mode)
+
+    def run(self, do, text):
+        """exec or eval. What raises where it is caught must change nothing: no line can do half a job."""
+        code, before = self.compiled(text, do.__name__), self.seen(look) if self.guards else None
+        try:
+            return do(code, self.scope)
+        except BaseException:
+            if self.guards and self.seen(look) != before:
+                raise Rejected("a caught exception after half a job")
+            raise
+
+    def execute(self, text):
+        self.run(exec, text)
+        self.add(text)
+
+    def add(self, text):
+        self.lines.append(text)
+        self.states.append(self.state())
+        self.spend("steps", len(self.lines) > 1)                          # the first gives the arguments
+        self.spend("characters of code", len(text) + 1)
+        self.spend("characters of state", sum(len(name + x) for name, x in self.states[-1].items()))
+
+    def spend(self, what, n=1):
+        self.left[what] -= n
+        if self.left[what] < 0:
+            raise Rejected(f"more than {self.limits[what]} {what}")
+
+    # Statements, a method for each kind that is not simple
+
+    def block(self, body):
+        for node in body:
+            getattr(self, type(node).__name__, self.simple)(node)
+
+    def simple(self, node):
+        self.execute(self.text(node))
+
+    def nothing(self, node):
+        pass
+
+    def unknown(self, node):
+        name = type(node).__name__
+        raise Rejected("async" if name.startswith("Async") else f"a {name.lower()} statement")
+
+    Pass = Global = Nonlocal = nothing
+    With = AsyncWith = AsyncFor = Match = TryStar = unknown
+
+    def Expr(self, node):
+        if not isinstance(node.value, ast.Constant):                      # a docstring
+            self.simple(node)
+
+    def AnnAssign(self, node):                                            # functions evaluate no annotations
+        if node.value:
+            self.execute(f"{self.part(node.target)} = {self.part(node.value)}")
+
+    def test(self, node):
+        """Evaluate a condition. If that changes anything, or might, it is a line of its own."""
+        self.spend("conditions and rounds of loops")
+        text, before = self.part(node), self.seen(look)
+        value = bool(self.run(eval, f"({text})"))
+        if self.seen(look) != before or any(before.get(name, "") is None for name in names_in(node)):
+            self.add(text)
+        return value
+
+    def If(self, node):
+        self.block(node.body if self.test(node.test) else node.orelse)
+
+    def While(self, node):
+        while self.test(node.test):
+            if self.broken(node.body):
+                return
+        self.block(node.orelse)
+
+    def For(self, node):
+        it = self.loops.setdefault(node, f"{self.loop}{len(self.loops)}")
+        self.execute(f"{it} = " + self.iter.format(self.segment(node.iter)))
+        text = f"{self.part(node.target)} = {self.next.format(it)}"
+        while True:
+            self.spend("conditions and rounds of loops")
+            try:
+                exec(self.compiled(text, "exec"), self.scope)
+            except StopIteration:
+                break
+            self.add(text)
+            if self.broken(node.body):
+                return
+        self.block(node.orelse)
+
+    def broken(self, body):
+        """One round of a loop. -> whether it ended in break."""
+        try:
+            self.block(body)
+        except Jump as jump:
+            if jump.args[0] == "return":
+                raise
+            return jump.args[0] == "break"
+
+    def Break(self, node):
+        raise Jump("break")
+
+    def Continue(self, node):
+        raise Jump("continue")
+
+    def Return(self, node):
+        text = self.segment(node.value) if node.value else "None"
+        raise Jump("return", self.run(eval, f"({text})"), text)
+
+    def Raise(self, node):
+        if not node.exc:
+            raise self.caught[-1]
+        self.run(exec, self.text(node))
+
+    def Try(self, node):
+        leaving = self.leaving(node.body, bool(node.handlers))
+        if leaving is None:
+            leaving = self.leaving(node.orelse)
+        elif not isinstance(leaving, (Jump, Rejected)):
+            for handler in node.handlers:
+                kind = self.run(eval, self.part(handler.type)) if handler.type else BaseException
+                if isinstance(leaving, kind):
+                    leaving = self.handle(handler, leaving)
+                    break
+        if not isinstance(leaving, Rejected):
+            self.block(node.finalbody)
+        if leaving:
+            raise leaving
+
+    def leaving(self, body, guarded=False):
+        """-> the exception or Jump with which a block is left, or None."""
+        self.guards += guarded
+        try:
+            self.block(body)
+        except BaseException as error:
+            return error
+        finally:
+            self.guards -= guarded
+
+    def handle(self, handler, error):
+        if handler.name in names_in(*handler.body):
+            text = f"{type(error).__name__}({', '.join(literal(x) or '?' for x in error.args)})"
+            try:
+                same = eval(text, self.scope)
+            except Exception:
+                same = None
+            if type(same) is not type(error) or same.args != error.args:
+                raise Rejected("a caught exception that has no literal")
+            self.execute(f"{handler.name} = {text}")
+        self.caught.append(error)
+        leaving = self.leaving(handler.body)
+        self.caught.pop()
+        return leaving
+
+
+def unroll(call):
+    """{"id", "code", "input"} and perhaps the function's "name" and its "output" -> a row of a trace file:
+    {"id", "source", "call", "output", "trace", "states", "steps"}. The function itself must give what its
+    trace does. Raises Rejected."""
+    try:
+        tracer, scope = Tracer(call["code"], call["input"], call.get("name")), {"__name__": "trace"}
+        exec(tracer.source, scope)
+        called = f"{tracer.name}({call['input']})"
+        result = literal(eval(called, scope))
+    except Rejected:
+        raise
+    except BaseException as error:
+        raise Rejected(f"it raises {type(error).__name__}")
+    if result != tracer.result:
+        raise Rejected("it ends otherwise than the function")
+    if call.get("output") is not None and literal(ast.literal_eval(call["output"])) != result:
+        raise Rejected("its output is not what the row says")
+    lines = [*[tracer.prelude] * bool(tracer.prelude), *tracer.lines, tracer.last]
+    return {"id": call["id"], "source": tracer.source, "call": called, "output": result,
+            "trace": "\n".join(lines), "states": tracer.states, "steps": max(0, len(tracer.states) - 1)}
+
+
+def statements(row):
+    """A row's trace as Python reads it -> its prelude's statements, its lines', the assert's last."""
+    body = ast.parse(row["trace"]).body
+    first = len(body) - len(row["states"]) - 1
+    return body[:first], body[first:]
+
+
+def replay(row):
+    """Execute a trace in a clean namespace. Raises Rejected unless states and output are as the row says."""
+    prelude, lines = statements(row)
+    compiled = lambda *nodes: compile(ast.Module([*nodes], []), "<trace>", "exec")
+    memory = Memory(compiled(*prelude))
+    for line, state in zip(lines, row["states"]):
+        exec(compiled(line), memory.scope)
+        if memory.state() != state:
+            raise Rejected("a replay has other states")
+    try:
+        exec(compiled(lines[-1]), memory.scope)
+    except AssertionError:
+        raise Rejected("a replay has another output")
+    return {}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A data set's code runs in a process that knows nothing but the functions above, and each call in a process
+# of its own below that, limited and watched. That keeps accidents in. It is no sandbox.
+
+FORBIDDEN = re.compile(r"os\.(fork|posix_spawn|spawn|system|exec|kill)|subprocess|socket|ctypes")
+
+
+def serve():
+    """Jobs on stdin, answers on stdout, a line of JSON each: {"do", "with", "seconds"} -> do(with), or
+    {"reason"}."""
+    jobs, answers, nothing = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    for line in jobs:
+        job, (reading, writing) = json.loads(line), os.pipe()
+        with tempfile.TemporaryDirectory() as folder:
+            pid = os.fork()
+            if not pid:
+                os.setsid()
+                os.chdir(folder)
+                alone(job, writing)
+            os.close(writing)
+            said, late, end = b"", False, time.monotonic() + job["seconds"]
+            while not late and len(said) < 2 ** 24:
+                late = not select.select([reading], [], [], max(0, end - time.monotonic()))[0]
+                piece = b"" if late else os.read(reading, 2 ** 16)
+                if not piece:
+                    break
+                said += piece
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.close(reading)
+            os.waitpid(pid, 0)
+        try:
+            answer = json.loads(said)
+        except ValueError:
+            answer = {"reason": f"more than {job['seconds']} s" if late else "it ends its process"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def alone(job, writing):
+    """In a process of its own: limit it, do the job, write the answer, end."""
+    for what, most in ((resource.RLIMIT_CPU, job["seconds"] + 1), (resource.RLIMIT_AS, 2 ** 29),
+                       (resource.RLIMIT_FSIZE, 2 ** 20), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(what, (most, most))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)                         # writing more is then an OSError
+
+    def watch(event, args):
+        if FORBIDDEN.match(event):
+            raise PermissionError(event)
+    sys.addaudithook(watch)
+    try:
+        answer = {"unroll": unroll, "replay": replay, "hold": hold}[job["do"]](job["with"])
+    except Rejected as why:
+        answer = {"reason": str(why)}
+    except BaseException as error:
+        answer = {"reason": f"it raises {type(error).__name__}"}
+    with os.fdopen(writing, "w") as file:
+        json.dump(answer, file)
+    os._exit(0)
+
+
+def hold(program):
+    """Execute a program. -> {} if it raises nothing."""
+    exec(program, {"__name__": "trace"})
+    return {}
+
+
+class Child:
+    """The other end of `serve`. Strings hash as hash_seed says: what depends on the order of a set is the
+    same in all our runs, and differs between two seeds."""
+    imports = ("ast", "contextlib", "functools", "inspect", "json", "math", "os", "re", "resource", "select",
+               "signal", "sys", "tempfile", "textwrap", "time")
+    knows = (Rejected, Jump, literal, look, names_in, own, Memory, Tracer, unroll, statements, replay, hold,
+             alone, serve)
+
+    def __init__(self, hash_seed):
+        if not resource:
+            raise UserError("this system cannot limit a process: trace and score need Linux or macOS")
+        self.hash_seed, self.process = hash_seed, None
+
+    def ask(self, do, with_, seconds=3):
+        """-> do(with_), or {"reason"}: why there is no such thing."""
+        if self.process is None:
+            program = ["import " + ", ".join(self.imports), *map(inspect.getsource, self.knows),
+                       f"FORBIDDEN = re.compile({FORBIDDEN.pattern!r})", "serve()"]
+            self.process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-c", "\n\n".join(program)], text=True, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PYTHONHASHSEED": str(self.hash_seed)})
+        try:
+            self.process.stdin.write(json.dumps({"do": do, "with": with_, "seconds": seconds}) + "\n")
+            self.process.stdin.flush()
+            if select.select([self.process.stdout], [], [], seconds + 10)[0]:
+                return json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            pass
+        self.stop()                                                       # its watchman is gone, too
+        return {"reason": "it ends its process"}
+
+    def stop(self):
+        if self.process:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Files of traces
+
+def calls_in(row):
+    """A row of CRUXEval, of MBPP, or {"code", "input"} -> its calls, as `unroll` wants them; in place of one
+    that is none of these, {"reason"}."""
+    text = lambda *keys: all(isinstance(row.get(key), str) for key in keys)
+    if isinstance(row, dict) and text("code", "input"):
+        return [{name: row.get(name) for name in ("id", "code", "name", "input", "output")}]
+    if not (isinstance(row, dict) and text("code") and isinstance(row.get("test_list"), list)):
+        return [{"reason": "no keys code and input, or code and test_list"}]
+    calls, setup = [], [row.get("test_setup_code") or "", *row.get("test_imports", []), row["code"]]
+    for i, test in enumerate(row["test_list"]):
+        try:                                                              # MBPP: assert name(input) == output
+            [line], test = ast.parse(test.strip()).body, test.strip()
+            call, [output], [equal] = line.test.left, line.test.comparators, line.test.ops
+            name, given = ast.get_source_segment(test, call).split("(", 1)
+            if not isinstance(equal, ast.Eq) or name != call.func.id or given[-1:] != ")":
+                raise ValueError
+            calls.append({"id": f"{row.get('task_id', '')}/{i}", "code": "\n".join(setup), "name": name,
+                          "input": given[:-1], "output": ast.get_source_segment(test, output)})
+        except (AttributeError, SyntaxError, ValueError):
+            calls.append({"reason": "a test that is not assert name(input) == output"})
+    return calls
+
+
+def read_lines(path):
+    """-> the lines of a file, as bytes. Raises UserError."""
+    try:
+        return Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a file of JSON lines")
+
+
+def new_file(path, overwrite):
+    """-> a file to be written. Raises UserError."""
+    if Path(path).exists() and not overwrite:
+        raise UserError(f"{path} exists: choose another --out, or --overwrite it")
+    try:
+        return open(path, "w")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; choose another --out")
+
+
+def trace_file(path, out, overwrite):
+    """Unroll every call in a JSONL file -> rows in `out`, see `unroll`; calls without a trace, and why, in a
+    second file beside it. Both are whole whenever this ends. -> exit code."""
+    lines, rejected, why, kept = read_lines(path), Path(out).with_suffix(".rejected.jsonl"), Counter(), 0
+    with (Child(0) as tracer, Child(1) as checker, new_file(out, overwrite) as good,
+          new_file(rejected, overwrite) as bad, Interrupt() as interrupt):
+        for number, line in enumerate(tqdm(lines, unit=" rows", disable=None), 1):
+            if interrupt.asked:
+                break
+            try:
+                calls = calls_in(json.loads(line.decode("utf-8-sig"))) if line.strip() else []
+            except (ValueError, RecursionError) as error:
+                calls = [{"reason": f"no JSON: {error}"}]
+            for call in calls:
+                call = {**call, "id": call.get("id") or f"line {number}"}
+                row = call if "reason" in call else tracer.ask("unroll", call)
+                row = row if "reason" in row else {**row, **checker.ask("replay", row)}
+                if "reason" not in row:
+                    good.write(json.dumps(row) + "\n")
+                    kept += 1
+                    continue
+                why[row["reason"].split(":")[0]] += 1
+                bad.write(json.dumps({"line": number, "id": call["id"], "reason": row["reason"],
+                                      "row": line.decode(errors="replace")}) + "\n")
+                if row["reason"].startswith("no "):
+                    tqdm.write(f"{path}, line {number}: {row['reason']}", file=sys.stderr)
+            good.flush()
+            bad.flush()
+    print(f"{kept} traces in {out}; {why.total()} calls without, in {rejected}")
+    for reason, n in why.most_common():
+        print(f"{n:6d}  {reason}")
+    return 130 if interrupt.asked else 0
+
+
+def read_traces(path):
+    """-> the rows of a trace file. Raises UserError."""
+    with contextlib.suppress(ValueError, TypeError):
+        rows = [json.loads(line) for line in read_lines(path)]
+        if rows and all({"id", "source", "trace", "states", "steps"} <= set(row) for row in rows):
+            return rows
+    raise UserError(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Prompts for any language model, and a judge that executes its answers (P2 appendix B)
+
+EXAMPLES = ({"id": "", "code": "def f(x, y):\n    y = y + 3\n    return x * y", "input": "2, 1"},
+            {"id": "", "code": "def f(s):\n    for c in 'no':\n        s += c\n    return s", "input": "'a'"})
+KINDS = "output/program", "output/trace", "input/program", "input/trace"
+
+
+def question(row, kind):
+    """A program that ends in an assert -> what stands before its output or its input, this, what after it."""
+    given, text, output = row["call"][:-1].split("(", 1)[1], row["trace"], row["output"]
+    if kind.endswith("program"):
+        text = f"{row['source']}assert {row['call']} == {output}"
+    if kind.startswith("output"):
+        return text[:-len(output)], output, ""
+    if kind.endswith("program"):
+        start = len(text) - len(f"{given}) == {output}")
+        return text[:start], given, text[start + len(given):]
+    first = statements(row)[1][0]
+    start = len("\n".join(["", *text.split("\n")[:first.lineno - 1], ""])) - 1
+    source = ast.get_source_segment(text, first)
+    target, value = source.split(" = ", 1)
+    return text[:start] + target + " = ", value, text[start + len(source):]
+
+
+def block(row, kind):
+    """A question, and its answer: a program's repeats its assert, a trace's does not."""
+    before, answer, after = question(row, kind)
+    if kind.endswith("program"):
+        answer = before.rsplit("\n", 1)[-1] + answer + after
+    return f"[PYTHON]\n{before}??{after}\n[/PYTHON]\n[ANSWER]\n", f"{answer}\n[/ANSWER]\n\n"
+
+
+@functools.cache
+def examples(kind):
+    return "".join(sum((block(unroll(call), kind) for call in EXAMPLES), ()))
+
+
+def write_prompts(path, out, overwrite):
+    """For each row of a trace file and each kind of question, {"id", "prompt", "steps"}, a line of `out`."""
+    rows = read_traces(path)
+    with new_file(out, overwrite) as file:
+        for row in rows:
+            for kind in KINDS if row["call"][-2:] != "()" else KINDS[:2]:
+                file.write(json.dumps({"id": f"{row['id']}/{kind}", "steps": row["steps"],
+                                       "prompt": examples(kind) + block(row, kind)[0]}) + "\n")
+    return 0
+
+
+def judge(child, row, kind, completion):
+    """Whether a completion is right: a value, without names, with which the program runs to its end."""
+    before, _, after = question(row, kind)
+    answer, line = completion.split("[/ANSWER]")[0].strip(), before.rsplit("\n", 1)[-1]
+    if answer.startswith(line) and answer.endswith(after) and kind.endswith("program"):
+        answer = answer[len(line):len(answer) - len(after)]
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        call = ast.parse(f"set({answer}\n)", mode="eval").body
+        if names_in(call) == {"set"} and isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            answer = f"{answer}\n" if kind == "input/program" else f"({answer}\n)"
+            return not child.ask("hold", before + answer + after)
+    return False
+
+
+def judge_file(path, completions, most=(0, 5, 10, 20, 30, 50)):
+    """Print how many of the {"id", "completion"} are right, ids as `write_prompts` gave them, by steps."""
+    rows, right = {str(row["id"]): row for row in read_traces(path)}, {kind: {} for kind in KINDS}
+    with Child(0) as child:
+        for number, line in enumerate(tqdm(read_lines(completions), unit=" completions", disable=None), 1):
+            try:
+                said = json.loads(line)
+                name, *kind = said["id"].rsplit("/", 2)
+                row, by_steps = rows[name], right["/".join(kind)]
+                verdict = judge(child, row, "/".join(kind), said["completion"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f"{completions}, line {number}: give the id of a prompt, and a completion")
+            by_steps.setdefault(next(n for n in most if row["steps"] <= n), []).append(verdict)
+    print("right, in %   " + "".join(f"{name:>10s}" for name in [f"<= {n} steps" for n in most] + ["all"]))
+    for kind, by_steps in right.items():
+        bins = [by_steps.get(n, []) for n in most] + [sum(by_steps.values(), [])]
+        print(f"{kind:14s}" + "".join(f"{100 * sum(x) / len(x):10.1f}" if x else 10 * " " for x in bins))
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------
+# trace as a task: small functions made at random, or anyone's, from a file
+
+LINES = """$i += $n | $i -= $i | $i = $i * $n + $i | $i = max($i, $i) | $i = len($l) | $i = $s.count($c) |
+$i += $l[0] | $i = sum($l) % $n | $i = $n | $l.append($i) | $l.pop() | $l.sort() | $l.reverse() |
+$l = $l[1:] | $l = $l + [$i, $n] | $l[0] = $i | $l = [$n + x for x in $l] | $l = [$i, $i] | $s += $c |
+$s = $s[::-1] | $s = $s[1:] | $s = $s.upper() | $s = $s.replace($c, $c) | $s = $c + $s | $s += str($i)"""
+LINES = LINES.replace("\n", " ").split(" | ")
+TESTS = "$i > $n | $i % 2 == 0 | $i in $l | len($l) > $n | $c in $s | $i < $i".split(" | ")
+LOOPS = "for $I in range($n): | for $I in $l: | for $S in $s: | while $i > $n:".split(" | ")
+
+
+def random_function(rng):
+    """A function of ints, lists of ints and strings, with loops and branches, and its arguments, both as
+    source. Change the templates above and it is another language. What it does may be more than Python or a
+    limit allows: then it has no trace. rng: a random.Random."""
+    free, lines = rng.sample("abcdeghjkmnpqrtuvwyz", 20), []
+    names = {kind: [free.pop() for _ in range(n)] for kind, n in (("i", 2), ("l", 1), ("s", 1))}
+
+    def fill_in(template):
+        """$i, $l, $s: an int, a list, a string that exists; $I, $S: a new one; $n: a digit; $c: a letter."""
+        def word(match):
+            kind = match[1]
+            if kind.isupper():
+                return free[-1]
+            drawn = {"n": str(rng.randint(1, 5)), "c": repr(rng.choice("abc"))}
+            return drawn.get(kind) or rng.choice(names[kind])
+        line = re.sub(r"\$(\w)", word, template)
+        for kind in re.findall(r"\$([A-Z])", template):
+            names[kind.lower()].append(free.pop())
+        return line
+
+    def value(kind):
+        numbers = [rng.randint(0, 9) for _ in range(rng.randint(1, 4))]
+        letters = "".join(rng.choices("abc", k=len(numbers)))
+        return {"i": str(numbers[0]), "l": str(numbers), "s": repr(letters)}[kind]
+
+    def block(indent, size, loop=False):
+        for _ in range(size):
+            kind, outside = rng.random(), {kind: [*names[kind]] for kind in names}
+            if kind < 0.55 or len(indent) > 8:
+                lines.append(indent + fill_in(rng.choice(LINES)))
+            elif kind < 0.65 and loop:
+                lines.append(indent + fill_in(f"if {rng.choice(TESTS)}: {rng.choice(['break', 'continue'])}"))
+            else:
+                branch = kind < 0.8
+                lines.append(indent + fill_in(f"if {rng.choice(TESTS)}:" if branch else rng.choice(LOOPS)))
+                block(indent + "    ", rng.randint(1, 3), loop or not branch)
+                names.update({kind: [*outside[kind]] for kind in names})  # who knows if there was a round
+                if branch and rng.random() < 0.5:
+                    lines.append(indent + "else:")
+                    block(indent + "    ", rng.randint(1, 2), loop)
+
+    places = [(kind, name) for kind in names for name in names[kind]]
+    given = rng.sample(places, rng.randint(1, 3))
+    lines += [f"    {name} = {value(kind)}" for kind, name in places if (kind, name) not in given]
+    block("    ", rng.randint(2, 5))
+    lines.append(fill_in("    return " + rng.choice(["$i", "$l", "$s", "$i, $s", "$l, $i"])))
+    return (f"def f({', '.join(name for _, name in given)}):\n" + "\n".join(lines),
+            ", ".join(value(kind) for kind, _ in given))
+
+
+class Trace:
+    """Execute the trace of a function: all its lines are there, and an assert, whose right side is the
+    answer. State, as text: all variables that have literals.
+
+    Functions are made at random, others each time; or, with trace_file, they come from a file, one in ten
+    for testing. Stage LxS: traces of L lines, or up to S - 1 fewer, before the assert. LxS:all, from a file,
+    tests on functions for training, too. Raises UserError."""
+    options = ["trace_file"]
+    lexemes = (" = ", ", ", " += ", " -= ", "assert (", ") == ", "forloop", " = iter((", " = next(forloop",
+               ".append(", "range(", "len(", "sum(", "max(", ".count(", ".replace(", ".upper()", "[::-1]",
+               "[1:]", ".sort()", ".reverse()", ".pop()", "str(")
+    curriculum = "8x8 16x16 24x24"
+    stage_samples = 4000
+    next_token = whole = True
+    n_slots = n_classes = opening = 0
+    longest_state = 100                                                   # tokens; longer ones are not told
+
+    def __init__(self, trace_file="", tokenizer=None):
+        self.tokenizer, self.trace_file = tokenizer or Tokenizer(self.lexemes), trace_file
+        self.rows = [self.encode(row) for row in read_traces(trace_file)] if trace_file else []
+
+    def check(self, stage):
+        """Raise UserError if this task has no such stage."""
+        if stage.kind not in ("", "all") or stage.kind and not self.rows:
+            raise UserError(f"stage {stage}: write LxS, traces of L lines or up to S - 1 fewer; or, with a "
+                            "--trace-file, LxS:all")
+        if self.rows and not all(self.chosen(stage, split) for split in SPLITS):
+            raise UserError(f"stage {stage}: {self.trace_file} has too few traces of that many lines")
+        if stage.commands > Tracer.limits["steps"] + 1:
+            raise UserError(f"stage {stage}: traces have up to {Tracer.limits['steps'] + 1} lines")
+
+    def beyond(self, last):
+        """Where to evaluate after training up to `last`: by length, and a little longer."""
+        stages = [Stage(L, 8) for L in range(8, min(48, last.commands + 8) + 1, 8)]
+        return [x for x in stages if not self.rows or all(self.chosen(x, split) for split in SPLITS)]
+
+    @functools.cached_property
+    def chance(self):
+        """How often who always gives the commonest answer is right."""
+        rows = self.rows or self.make(Stage(24, 24), random.Random(0), 256)
+        return Counter(tuple(row["tokens"][row["answer"]]) for row in rows).most_common(1)[0][1] / len(rows)
+
+    def encode(self, row):
+        """A row of a trace file -> its number of lines; tokens (T,), answer (T,) bool; tokens at which a line
+        ends, and the state's text there, each a list; whether it is for testing."""
+        text, (_, lines) = row["trace"] + "\n", statements(row)
+        written, ends = text.split("\n"), [0, *(line.end_lineno for line in lines)]
+        pieces = ["\n".join([*written[first:past], ""]) for first, past in zip(ends, ends[1:])]
+        output = len(ast.get_source_segment(text, lines[-1].test.comparators[0])) + 1
+        pieces[-1:] = pieces[-1][:-output], pieces[-1][-output:]
+        pieces = [self.tokenizer.encode(piece) for piece in pieces]
+        tokens, answer = np.array(sum(pieces, [])), np.zeros(sum(map(len, pieces)), bool)
+        answer[-len(pieces[-1]):] = True
+        states = [self.tokenizer.encode(", ".join(f"{name} = {x}" for name, x in state.items()) + "\n")
+                  for state in row["states"]]
+        ends = np.cumsum([len(piece) for piece in pieces[:-2]], dtype=int) - 1
+        told = [len(state) <= self.longest_state for state in states]
+        return {"lines": len(states), "tokens": tokens, "answer": answer, "ends": ends[np.array(told, bool)],
+                "states": [state for state, t in zip(states, told) if t],
+                "test": zlib.crc32(row["source"].encode()) % 10 == 0}
+
+    def fits(self, row, stage):
+        return stage.commands - stage.spacing < row["lines"] <= stage.commands
+
+    @functools.cache
+    def chosen(self, stage, split):
+        """The file's traces of a stage and a split."""
+        return [row for row in self.rows if self.fits(row, stage) and
+                (stage.kind == "all" or row["test"] == (split == "test"))]
+
+    def make(self, stage, rng, size):
+        """Traces of new functions."""
+        rows = []
+        while len(rows) < size:
+            code, arguments = random_function(rng)
+            with contextlib.suppress(Rejected):
+                row = unroll({"id": "", "code": code, "input": arguments})
+                if self.fits({"lines": len(row["states"])}, stage):
+                    rows.append(self.encode(row))
+        return rows
+
+    def batch(self, stage, size, seed, split, t):
+        """Batch number t: `size` traces of a stage, of the "train" or the "test" stream of a seed. To test, a
+        file's are taken in their order: its last batch is smaller, and those after it are empty."""
+        rng = random.Random(int(generator(seed, split, stage, t).integers(2 ** 63)))
+        if not self.rows:
+            rows = self.make(stage, rng, size)
+        elif split == "train":
+            rows = rng.choices(self.chosen(stage, split), k=size)
+        else:
+            rows = self.chosen(stage, split)[t * size:(t + 1) * size]
+
+        def padded(sequences):
+            out = np.full((len(sequences), max(map(len, sequences), default=0)), PAD)
+            for row, sequence in zip(out, sequences):
+                row[:len(sequence)] = sequence
+            return out
+
+        tokens, answer = (padded([row[name] for row in rows]) for name in ("tokens", "answer"))
+        line_end, most = np.zeros(tokens.shape, bool), max((len(row["states"]) for row in rows), default=0)
+        for row, ends in zip(rows, line_end):
+            ends[row["ends"]] = True
+        text = padded([state for row in rows for state in row["states"] + [[]] * (most - len(row["states"]))])
+        text = text.reshape(len(rows), most, -1) if text.size else np.zeros((len(rows), 0, 1), int)
+        none = np.zeros((*tokens.shape, 0), int)
+        return Batch(*map(torch.from_numpy, (tokens, answer > 0, line_end, none, text)))
+
+
 TASKS = {"repl": Repl, "pfsa": Hidden, "group": Group,
-         "parity": Parity, "listperm": ListPerm, "arith": Arith}
+         "parity": Parity, "listperm": ListPerm, "arith": Arith, "trace": Trace}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -689,7 +1563,7 @@ TASKS = {"repl": Repl, "pfsa": Hidden, "group": Group,
 
 def show(task, batch, b):
     """Trace b of a batch as text: answers in [brackets], beside each line the true state after it."""
-    lines, line = [], ""
+    lines, line, inside = [], "", False
     if batch.state_text is not None:
         texts = [task.tokenizer.decode(row).strip("\n\0") for row in batch.state_text[b].tolist() if any(row)]
     for t, token in enumerate(batch.tokens[b].tolist()):
@@ -699,7 +1573,8 @@ def show(task, batch, b):
             lines.append(f"{token:4d} = {task.elements[token]}   product [{state[0]}] = {product}")
             continue
         piece = task.tokenizer.decode([token])
-        line += f"[{piece}]" if batch.answer[b, t] else piece
+        before, inside = inside, bool(batch.answer[b, t]) and piece != "\n"
+        line += "[" * (inside > before) + "]" * (inside < before) + piece
         if piece.endswith("\n"):
             if batch.belief is not None:
                 state = task.arrangements[state[0]] if state[0] >= 0 else []
@@ -707,15 +1582,37 @@ def show(task, batch, b):
             if batch.belief is not None and holds:
                 holds += ["  belief", *(f"{x:.2f}" for x in batch.belief[b, t].tolist())]
             if batch.state_text is not None:
-                holds = [texts.pop(0) if batch.line_end[b, t] else "the answer"]
+                holds = [texts.pop(0)] if batch.line_end[b, t] else ["the answer"] * before
             lines.append(f"{line.rstrip():40s} # {' '.join(holds)}")
             line = ""
     return "\n".join(lines)
 
 
+def main_of_files(args):
+    """trace, prompts and score."""
+    needs = {"trace": ["file", "out"], "prompts": ["file", "out"], "score": ["file", "completions"]}
+    one_of("--file is for", args.task, needs)
+    for name in needs[args.task]:
+        if not getattr(args, name):
+            raise UserError(f"{args.task}: give --{name} too")
+    if args.task == "prompts":
+        return write_prompts(args.file, args.out, args.overwrite)
+    if not args.allow_exec:
+        raise UserError(f"{args.task} executes code of {args.file}, in a child process with limits, which is "
+                        "no sandbox: give --allow-exec if you trust it")
+    if args.task == "score":
+        return judge_file(args.file, args.completions)
+    return trace_file(args.file, args.out, args.overwrite)
+
+
 def main(argv):
-    parser = Parser("Print samples of a task, answers in [brackets], true states beside them.")
-    parser.add_argument("task", help=" or ".join(TASKS))
+    parser = Parser("""Print samples of a task, answers in [brackets], true states beside them; or
+
+    trace --file CALLS --out TRACES --allow-exec       unroll functions (CRUXEval, MBPP, {"code", "input"})
+    prompts --file TRACES --out PROMPTS                ask any language model what they do
+    score --file TRACES --completions SAID --allow-exec      judge what it said, {"id", "completion"}
+""")
+    parser.add_argument("task", help=" or ".join([*TASKS, "prompts", "score"]))
     parser.add_argument("--n-vars", type=int, default=5, help="repl, pfsa, listperm: how many variables [5]")
     parser.add_argument("--moves", default="swap", help="repl: swap or perm [swap]")
     parser.add_argument("--group", default="S5", help=f"group: one of {', '.join(GROUPS)} [S5]")
@@ -727,8 +1624,17 @@ def main(argv):
                         "at most; pfsa, random, periodic, adversarial or forced prints")
     parser.add_argument("--samples", type=int, default=2, help="how many [2]")
     parser.add_argument("--seed", type=int, default=0, help="of the random generator, 0 or more [0]")
+    parser.add_argument("--trace-file", default="", help="trace: samples from what trace --out wrote")
+    parser.add_argument("--file", help="of JSON lines, to read")
+    parser.add_argument("--completions", help="score: of JSON lines, what a model said")
+    parser.add_argument("--out", help="of JSON lines, to write")
+    parser.add_argument("--overwrite", action="store_true", help="write --out even if there is one")
+    parser.add_argument("--allow-exec", action="store_true", help="execute the code in --file, in a child "
+                        "process, limited and watched; this is no sandbox")
     args = parser.parse_args(argv)
-    one_of("task", args.task, TASKS)
+    one_of("task", args.task, [*TASKS, "prompts", "score"])
+    if args.file or args.task in ("prompts", "score"):
+        return main_of_files(args)
     if args.samples < 1 or args.seed < 0:
         raise UserError("--samples must be 1 or more, --seed 0 or more")
     task = TASKS[args.task](*(getattr(args, option) for option in TASKS[args.task].options))

@@ -15,12 +15,14 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -308,6 +310,801 @@ def test_shuffled_states_are_those_of_another_language(task, meaning):
                     names[:len(names) // 2], names[len(names) // 2:]))
                 now = {**now, **{x: now[y] for x, y in zip(left, right)}}
             assert [now.get(x, -1) for x in names_are][:len(state)] == state
+
+
+# ----------------------------------------------------------------------------------------------------------
+# data.py: traces of functions. Each accepted case is executed below as Python would execute its text.
+
+def traced(code, arguments):
+    """-> a trace, executed as it stands, or the reason why there is none."""
+    try:
+        row = data.unroll({"id": "", "code": code, "input": arguments})
+    except data.Rejected as why:
+        return str(why).split(":")[0]
+    exec(row["trace"], {})
+    return row["trace"]
+
+
+# Arguments, a function's body after |, and after > its trace, or why it has none
+CASES = r"""
+# P2 Table 1, its three rows, and Table 2's CRUXEval trace, but for spaces and a comma
+
+| for v in range(2):
+|     w = v + 1
+| return w
+> forloop0 = iter((range(2)))
+> v = next(forloop0)
+> w = v + 1
+> v = next(forloop0)
+> w = v + 1
+> assert (w) == 2
+
+c = False
+| if c:
+|     b = 1
+| else:
+|     b = 0
+| return b
+> c = False
+> b = 0
+> assert (b) == 0
+
+c = True
+| while c:
+|     c = False
+| return c
+> c = True
+> c = False
+> assert (c) == False
+
+text = '123'
+| text_arr = []
+| for j in range(len(text)):
+|     text_arr.append(text[j:])
+| return text_arr
+> text = '123'
+> text_arr = []
+> forloop0 = iter((range(len(text))))
+> j = next(forloop0)
+> text_arr.append(text[j:])
+> j = next(forloop0)
+> text_arr.append(text[j:])
+> j = next(forloop0)
+> text_arr.append(text[j:])
+> assert (text_arr) == ['123', '23', '3']
+
+# loops
+
+n, t = 3, []
+| for i in range(n):
+|     for j in range(i):
+|         t.append(j)
+| return t
+> n, t = 3, []
+> forloop0 = iter((range(n)))
+> i = next(forloop0)
+> forloop1 = iter((range(i)))
+> i = next(forloop0)
+> forloop1 = iter((range(i)))
+> j = next(forloop1)
+> t.append(j)
+> i = next(forloop0)
+> forloop1 = iter((range(i)))
+> j = next(forloop1)
+> t.append(j)
+> j = next(forloop1)
+> t.append(j)
+> assert (t) == [0, 0, 1]
+
+| for x in 1, 0, 4:
+|     if x == 0: continue
+|     if x > 3: break
+|     t = x
+| else:
+|     t = 9
+| return t
+> forloop0 = iter((1, 0, 4))
+> x = next(forloop0)
+> t = x
+> x = next(forloop0)
+> x = next(forloop0)
+> assert (t) == 1
+
+xs = [1]
+| for x in xs:
+|     pass
+| else:
+|     x = 'end'
+| while x:
+|     x = x[1:]
+| else:
+|     x += '!'
+| return x
+> xs = [1]
+> forloop0 = iter((xs))
+> x = next(forloop0)
+> x = 'end'
+> x = x[1:]
+> x = x[1:]
+> x = x[1:]
+> x += '!'
+> assert (x) == '!'
+
+xs = [2]
+| for x in xs:
+|     if x < 5: xs.append(x + 3)
+| return xs
+> xs = [2]
+> forloop0 = iter((xs))
+> x = next(forloop0)
+> xs.append(x + 3)
+> x = next(forloop0)
+> assert (xs) == [2, 5]
+
+ps = [(1, 2, 3)]
+| for i, (a, *b) in enumerate(ps):
+|     c, *d = a, b, i
+| return d
+> ps = [(1, 2, 3)]
+> forloop0 = iter((enumerate(ps)))
+> i, (a, *b) = next(forloop0)
+> c, *d = a, b, i
+> assert (d) == [[2, 3], 0]
+
+# conditions that change something are lines, others are not
+
+xs = [1, 2]
+| it = iter(xs)
+| if next(it) > 0:
+|     return next(it)
+> xs = [1, 2]
+> it = iter(xs)
+> next(it) > 0
+> assert (next(it)) == 2
+
+xs, n = [0, 5], 0
+| while xs.pop():
+|     n += 1
+| return n
+> xs, n = [0, 5], 0
+> xs.pop()
+> n += 1
+> xs.pop()
+> assert (n) == 1
+
+s = 'abc'
+| while (n := len(s)) > 2:
+|     s = s[1:]
+| if m := n: pass
+| return m
+> s = 'abc'
+> (n := len(s)) > 2
+> s = s[1:]
+> (n := len(s)) > 2
+> (m := n)
+> assert (m) == 2
+
+xs = [1, 2, 3]
+| g = (x + 1 for x in xs)
+| while next(g) < 3:
+|     pass
+| return list(g)
+> xs = [1, 2, 3]
+> g = (x + 1 for x in xs)
+> next(g) < 3
+> next(g) < 3
+> assert (list(g)) == [4]
+
+xs = []
+| for i in range(3):
+|     if i and len('ab') > i or i in (7, 8): xs = xs + [i]
+| return xs
+> xs = []
+> forloop0 = iter((range(3)))
+> i = next(forloop0)
+> i = next(forloop0)
+> xs = xs + [i]
+> i = next(forloop0)
+> assert (xs) == [1]
+
+# statements stay as they were written
+
+xs = [2]
+| ys = [
+|     y   # each
+|     for y in xs
+| ]
+| if (ys and
+|         xs):
+|     return (ys,
+|             1)
+> xs = [2]
+> ys = [
+>     y   # each
+>     for y in xs
+> ]
+> assert ((ys,
+>                 1)) == ([2], 1)
+
+x = 1
+| a = x; b = 2; a, b = b, a
+| if a: c = 1; d = 2
+| return a; x = 3
+> x = 1
+> a = x
+> b = 2
+> a, b = b, a
+> c = 1
+> d = 2
+> assert (a) == 2
+
+s = '\x00\u1234'
+| t = 'a\n\t\'"\\' + s
+| u = '''x
+|   y'''
+| return t + u
+> s = '\x00\u1234'
+> t = 'a\n\t\'"\\' + s
+> u = '''x
+>       y'''
+> assert (t + u) == 'a\n\t\'"\\\x00ሴx\n      y'
+
+| '''A docstring.'''
+| y: 'Dict' = {}
+| z: Unknown
+| return y
+> y = {}
+> assert (y) == {}
+
+x = [2]
+| return *x, 1
+> x = [2]
+> assert (*x, 1) == (2, 1)
+
+# exceptions
+
+x = 'a'
+| try:
+|     y = int(x)
+| except (TypeError, ValueError) as e:
+|     y = str(e)[:7]
+| else:
+|     y += 1
+| finally:
+|     z = 0
+| return y
+> x = 'a'
+> e = ValueError("invalid literal for int() with base 10: 'a'")
+> y = str(e)[:7]
+> z = 0
+> assert (y) == 'invalid'
+
+x = '4'
+| try:
+|     y = int(x)
+| except ValueError:
+|     y = 0
+| else:
+|     y += 1
+| finally:
+|     z = 0
+| return y
+> x = '4'
+> y = int(x)
+> y += 1
+> z = 0
+> assert (y) == 5
+
+x = []
+| for i in range(3):
+|     try:
+|         if i == 1: return i
+|     finally:
+|         x.append(i)
+> x = []
+> forloop0 = iter((range(3)))
+> i = next(forloop0)
+> x.append(i)
+> i = next(forloop0)
+> x.append(i)
+> assert (i) == 1
+
+| try:
+|     return 1
+| finally:
+|     return 2
+> assert (2) == 2
+
+x = [1]
+| try:
+|     try:
+|         x[5]
+|     except IndexError:
+|         raise
+| except LookupError:
+|     x = 3
+| return x
+> x = [1]
+> x = 3
+> assert (x) == 3
+
+x = []
+| def g():
+|     x.append(1)
+|     raise ValueError
+| try:
+|     g()
+| except ValueError:
+|     return x
+> a caught exception after half a job
+
+# names and functions
+
+n = 4
+| k = 2
+| def g(x):
+|     return x * k
+| k = 3
+| return g(n)
+> n = 4
+> k = 2
+> def g(x):
+>     return x * k
+> k = 3
+> assert (g(n)) == 12
+
+| c = 0
+| def g():
+|     nonlocal c
+|     c += 1
+| g()
+| return c
+> c = 0
+> def g():
+>     global c
+>     c += 1
+> g()
+> assert (c) == 1
+
+list = [1, 2]
+| len = 0
+| for next in list:
+|     len += next
+| iter = len
+| return iter
+> list = [1, 2]
+> len = 0
+> forloop0 = (list).__iter__()
+> next = forloop0.__next__()
+> len += next
+> next = forloop0.__next__()
+> len += next
+> iter = len
+> assert (iter) == 3
+
+| for forloop0 in 'a':
+|     pass
+| return forloop0
+> forloop_0 = iter(('a'))
+> forloop0 = next(forloop_0)
+> assert (forloop0) == 'a'
+
+n = 3
+| def g():
+|     yield n
+| return list(g())
+> n = 3
+> def g():
+>     yield n
+> assert (list(g())) == [3]
+
+x = []
+| x.append(1)
+> x = []
+> x.append(1)
+> assert (None) == None
+
+| return set('ba'), {'b': {2, 1}}, (1,), set()
+> assert (set('ba'), {'b': {2, 1}}, (1,), set()) == ({'a', 'b'}, {'b': {1, 2}}, (1,), set())
+
+# what has no trace
+
+n = 3
+| return 1 if n < 1 else n * f(n - 1)
+> recursion
+
+| yield 1
+> a generator
+
+| return locals()
+> locals, exec, eval or their like
+
+| exec('x = 1')
+| return x
+> locals, exec, eval or their like
+
+| return eval('1')
+> locals, exec, eval or their like
+
+| return range(3)
+> an output that has no literal
+
+| return float('nan')
+> an output that has no literal
+
+| class A: pass
+| return A()
+> an output that has no literal
+
+| x = []
+| x.append(x)
+| return x
+> an output that has no literal
+
+x = []
+| return x[9]
+> it raises IndexError
+
+a = 0
+| if a:
+|     x = 1
+| return x
+> it raises NameError
+
+| with open('x') as g: pass
+| return 1
+> a with statement
+
+x = 1
+| match x:
+|     case 1: return 2
+> a match statement
+
+x = 0
+| for i in range(99): x += i
+| return x
+> more than 50 steps
+
+| while True: pass
+> more than 1000 conditions and rounds of loops
+
+x = 'y'
+| for i in range(9): x = x * 4
+| return 1
+> more than 12000 characters of state
+
+| try:
+|     raise KeyError(len)
+| except KeyError as e:
+|     return str(e)[:0]
+> a caught exception that has no literal
+"""
+
+
+def cases():
+    """-> body, arguments and trace of each of the above."""
+    for case in re.sub(r"^#.*\n\n", "", CASES.strip(), flags=re.M).split("\n\n"):
+        lines = case.split("\n")
+        starting = lambda mark: "\n".join(line[2:] for line in lines if line.startswith(mark))
+        yield starting("| "), "".join(line for line in lines if line[:2] not in ("| ", "> ")), starting("> ")
+    yield "x = '" + 999 * "y" + "'", "", "more than 1000 characters of code"
+
+
+@pytest.mark.parametrize("body, arguments, lines", [*cases()])
+def test_every_construct_is_unrolled_or_refused_as_said(body, arguments, lines):
+    """A function's body, its parameters and their values in an assignment, and its trace."""
+    names, _, values = arguments.partition(" = ")
+    assert traced(f"def f({names}):\n" + textwrap.indent(body, "    "), values) == lines
+
+
+@pytest.mark.parametrize("code, arguments, lines", [
+    ("import math\nK = 3\ndef g(x):\n    return x * K\n"
+     "def f(x):\n    return g(x) + math.floor(2.5)\nprint(f(1))", "2",
+     "import math\nK = 3\ndef g(x):\n    return x * K\nx = 2\nassert (g(x) + math.floor(2.5)) == 8"),
+    ("def f(a, b=2, *c, d=4, **e):\n    return e", "1, z=6",
+     "a, b, c, d, e = 1, 2, (), 4, {'z': 6}\nassert (e) == {'z': 6}"),
+    ("def f(a, b):\n    return a - b", "*[2], b=1", "a, b = 2, 1\nassert (a - b) == 1"),
+    ("def f(a):\n    return a", "(1, 2),", "a = (1, 2)\nassert (a) == (1, 2)"),
+    ("def f(x):\r\n\tif x:\r\n\t\ty = '\t'\r\n\treturn y\r\n", "1", "x = 1\ny = '\t'\nassert (y) == '\\t'"),
+    ("  def f(x):\n     return x", "1", "x = 1\nassert (x) == 1"),
+    ("async def f():\n    return 1", "", "async"),
+    ("import functools\n@functools.cache\ndef f():\n    return 1", "", "a decorator"),
+    ("def g(x):\n    return f(x - 1)\ndef f(x):\n    return g(x) if x else 0", "1", "recursion"),
+    ("def f(x) return", "1", "no Python"),
+    ("x = 1", "1", "no function"),
+    ("def f(x):\n    return x", "1)", "it raises SyntaxError"),
+    ("K = 1\ndef g():\n    return K\ndef f():\n    K = 2\n    return g()", "",
+     "it ends otherwise than the function"),
+])
+def test_what_stands_around_a_function_is_kept_and_its_arguments_are_bound(code, arguments, lines):
+    assert traced(code, arguments) == lines
+
+
+def functions_at_random(n):
+    """-> n rows of traces, each with the function and its arguments as they were made."""
+    rng, rows = random.Random(0), []
+    while len(rows) < n:
+        code, arguments = data.random_function(rng)
+        try:
+            rows.append((data.unroll({"id": len(rows), "code": code, "input": arguments}), code, arguments))
+        except data.Rejected:
+            pass
+    return rows
+
+
+@pytest.mark.parametrize("n", [1000, pytest.param(5000, marks=slow)])
+def test_random_functions_are_unrolled_into_what_python_does(n):
+    """The same lines in the same order as sys.settrace sees in the function; the same values after each; the
+    same result."""
+    lengths, kinds = Counter(), Counter()
+    for row, code, arguments in functions_at_random(n):
+        scope, seen, source = {}, [], code.split("\n")
+        exec(compile(code, "<function>", "exec"), scope)
+
+        def tracer(frame, event, _):
+            if event == "line":
+                seen.append(source[frame.f_lineno - 1].strip())
+            return tracer if frame.f_code.co_name == "f" else None
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        result = eval(f"f({arguments})", scope)
+        sys.settrace(before)
+
+        *lines, last = row["trace"].split("\n")
+        control = re.compile(r"(if|else|for|while|return|break|continue)\b")
+        loops = re.compile(r"forloop\d+ = iter|\w+ = next\(forloop")
+        ran = [line for line in lines[bool(arguments):] if not loops.match(line)]
+        assert ran == [line for line in seen if not control.match(line)]
+        memory = {}
+        for line, state in zip(lines, row["states"], strict=True):
+            exec(line, memory)
+            values = {name: x for name, x in memory.items() if type(x) in (int, str, list)}
+            assert values == {name: eval(x) for name, x in state.items()}
+        assert last.endswith(f"== {result!r}") and row["output"] == repr(result)
+        exec(last, memory)
+        lengths[min(len(lines) // 10, 3)] += 1
+        kinds.update(word for word in ("if", "else", "for", "while", "break", "continue") if word in code)
+    assert min(lengths[i] for i in range(4)) > n / 20 and min(kinds.values()) > n / 30
+
+
+def test_a_set_has_one_spelling_and_its_order_is_no_state():
+    assert data.literal({"b", "a", ("c", 1)}) == data.literal({("c", 1), "a", "b"}) == "{'a', 'b', ('c', 1)}"
+    calls = [{"id": 0, "code": f"def f(xs):\n    {line}\n    return x", "input": "{'a', 'b', 'c', 'dd'}"}
+             for line in ("x = xs | {'e'}", "x = ''.join(xs)")]
+    with data.Child(0) as one, data.Child(1) as other:
+        [row, ordered], [same, otherwise] = ([child.ask("unroll", call) for call in calls]
+                                             for child in (one, other))
+        assert row == same and ordered != otherwise
+        assert other.ask("replay", row) == {}
+        assert other.ask("replay", ordered) == {"reason": "a replay has other states"}
+    forged = {**row, "trace": row["trace"].replace("'e'}", "'f'}", 1)}
+    with pytest.raises(data.Rejected, match="other states"):
+        data.replay(forged)
+    with pytest.raises(data.Rejected, match="another output"):
+        data.replay({**row, "trace": row["trace"].replace(row["output"], "{1}")})
+
+
+def said(capsys, *words):
+    """-> exit code, stdout and stderr of data.py, in this process."""
+    try:
+        code = data.main([*map(str, words)])
+    except UserError as error:
+        code = 2
+        print(error, file=sys.stderr)
+    return code, *capsys.readouterr()
+
+
+HOSTILE = {
+    "def f():\n    while True:\n        x = 1": "more than 50 steps",
+    "def f():\n    return any(iter(int, 1))": "more than 3 s",
+    "def f():\n    return 10**10**10": "more than 3 s",
+    "import os\ndef f():\n    while True:\n        os.fork()": "it raises PermissionError",
+    "import subprocess\ndef f():\n    return subprocess.run('true')": "it raises PermissionError",
+    "import sys\ndef f():\n    sys.exit()": "it raises SystemExit",
+    "import os\ndef f():\n    os._exit(0)": "it ends its process",
+    "import os\ndef f():\n    os.kill(os.getppid(), 9)": "it raises PermissionError",
+    "def f():\n    return len('x' * 2**30)": "it raises MemoryError",
+    "def f():\n    print('{\"trace\": 1}' * 99999)\n    return 1": "",
+    "def f():\n    return input()": "it raises EOFError",
+    "def f():\n    open('file', 'w').write('y' * 2**24)": "it raises OSError",
+    "def f():\n    open('file', 'w').write('y')\n    return 1": "",
+    "def f():\n    return open('file').read()": "it raises FileNotFoundError",
+}
+
+
+def test_hostile_rows_cost_themselves_and_nothing_else(tmp_path):
+    """Through the command line, an honest row between any two of them; all folders and processes are gone."""
+    honest = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
+    rows = [row for code in HOSTILE for row in ({"code": code, "input": ""}, honest)]
+    (tmp_path / "calls.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "tmp").mkdir()
+    ran = command(HERE / "data.py", "trace", "--file", "calls.jsonl", "--out", "out.jsonl", "--allow-exec",
+                  cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    kept = [json.loads(line)["id"] for line in open(tmp_path / "out.jsonl")]
+    why = {row["line"]: row["reason"] for row in map(json.loads, open(tmp_path / "out.rejected.jsonl"))}
+    expected = {2 * i + 1: reason for i, reason in enumerate(HOSTILE.values())}
+    assert why == {line: reason for line, reason in expected.items() if reason}
+    assert kept == [f"line {n + 1}" for n in range(len(rows)) if not expected.get(n + 1)]
+    assert ran.returncode == 0 and ran.stdout.startswith(f"{len(kept)} traces in out.jsonl")
+    assert {x.name for x in tmp_path.iterdir()} == {"calls.jsonl", "out.jsonl", "out.rejected.jsonl", "tmp"}
+    assert not [*(tmp_path / "tmp").iterdir()]
+
+
+def test_rows_of_three_kinds_are_recognised_and_bad_ones_named_by_their_line(tmp_path, monkeypatch, capsys):
+    mbpp = {"task_id": 7, "code": "def add(a, b):\r\n    return a + b", "test_setup_code": "", "test_list": [
+        f"assert add({test}" for test in ("1, 2) == 3", "'a', 'b') == 'ab'", "1, 2) > 0", "1, 2) == 4")]}
+    rows = [{"id": "s", "code": "def f(x):\n    return x", "input": "5", "output": "5"}, "{oops", "", mbpp,
+            {"code": "def f(): pass"}, [1], {"code": "def f(x) return", "input": ""},
+            {"code": "def f():\n    return 1", "input": ""}]
+    (tmp_path / "calls.jsonl").write_bytes("\r\n".join(
+        row if isinstance(row, str) else json.dumps(row) for row in rows).encode())
+    monkeypatch.chdir(tmp_path)
+    words = ["trace", "--file", "calls.jsonl", "--out", "out.jsonl"]
+    code, _, err = said(capsys, *words)
+    assert code == 2 and "give --allow-exec" in err and len([*tmp_path.iterdir()]) == 1
+    words.append("--allow-exec")
+    _, _, err = said(capsys, *words)
+    found = [json.loads(line) for line in open(tmp_path / "out.jsonl")]
+    assert [row["id"] for row in found] == ["s", "7/0", "7/1", "line 8"]
+    assert found[1] == {"id": "7/0", "source": "def add(a, b):\n    return a + b\n", "call": "add(1, 2)",
+                        "output": "3", "trace": "a, b = 1, 2\nassert (a + b) == 3",
+                        "states": [{"a": "1", "b": "2"}], "steps": 0}
+    assert found[3]["states"] == [] and found[3]["trace"] == "assert (1) == 1"
+    rejected = [json.loads(line) for line in open(tmp_path / "out.rejected.jsonl")]
+    why = [(row["line"], row["reason"].split(":")[0]) for row in rejected]
+    keys = "no keys code and input, or code and test_list"
+    assert why == [(2, "no JSON"), (4, "a test that is not assert name(input) == output"),
+                   (4, "its output is not what the row says"), (5, keys), (6, keys), (7, "no Python")]
+    assert [n for n in range(1, 9) if f"calls.jsonl, line {n}: no" in err] == [2, 5, 6, 7]
+    code, _, err = said(capsys, *words)
+    assert code == 2 and "out.jsonl exists" in err and err.count("\n") == 1
+    assert said(capsys, *words, "--overwrite")[0] == 0
+
+
+def test_ctrl_c_leaves_whole_files(tmp_path):
+    row = json.dumps({"code": "def f(x):\n    return x * 2", "input": "'abc'"})
+    (tmp_path / "calls.jsonl").write_text("\n".join([row] * 5000))
+    words = ["trace", "--file", "calls.jsonl", "--out", "out.jsonl", "--allow-exec"]
+    process = subprocess.Popen([sys.executable, HERE / "data.py", *words], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not (tmp_path / "out.jsonl").exists() or (tmp_path / "out.jsonl").stat().st_size < 1000:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    found = [json.loads(line)["id"] for line in open(tmp_path / "out.jsonl")]
+    assert process.returncode == 130 and out.startswith(f"{len(found)} traces") and 0 < len(found) < 5000
+    assert found == [f"line {n + 1}" for n in range(len(found))]
+
+
+@pytest.mark.skipif("CRUXEVAL" not in os.environ, reason="give the path of cruxeval.jsonl in CRUXEVAL")
+def test_at_least_772_of_cruxevals_800_functions_are_traced_alike_whatever_the_hash_seed(tmp_path):
+    outs = []
+    for seed in "1", "2":
+        command(HERE / "data.py", "trace", "--file", os.environ["CRUXEVAL"], "--out", f"{seed}.jsonl",
+                "--allow-exec", cwd=tmp_path, env={**os.environ, "PYTHONHASHSEED": seed})
+        outs.append([(tmp_path / f"{seed}{end}.jsonl").read_text() for end in ("", ".rejected")])
+    assert outs[0] == outs[1]
+    rows = [json.loads(line) for line in outs[0][0].splitlines()]
+    assert len(rows) >= 772 and max(row["steps"] for row in rows) <= 50
+    for row in rows:                                                      # these are known to be harmless
+        exec(row["trace"], {})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# data.py: prompts, and what is said to them
+
+def test_questions_are_the_programs_with_a_hole_where_the_answer_was():
+    for row, code, arguments in functions_at_random(100):
+        for kind in data.KINDS:
+            before, answer, after = data.question(row, kind)
+            program = f"{code}\nassert f({arguments}) == {row['output']}"
+            assert before + answer + after == (row["trace"] if kind.endswith("trace") else program)
+            assert answer == (row["output"] if kind.startswith("output") else arguments)
+
+
+def test_a_prompt_has_two_answered_examples_and_a_question():
+    row = data.unroll({"id": "s", "code": "def g(xs):\n    xs.pop()\n    return xs", "input": "[1, 2]"})
+    for kind, shown, said in (
+            ("output/program", "xs.pop()\n    return xs\nassert g([1, 2]) == ??", "assert f(2, 1) == 8"),
+            ("output/trace", "xs = [1, 2]\nxs.pop()\nassert (xs) == ??", "8"),
+            ("input/program", "    return xs\nassert g(??) == [1]", "assert f(2, 1) == 8"),
+            ("input/trace", "xs = ??\nxs.pop()\nassert (xs) == [1]", "2, 1")):
+        text = data.examples(kind) + data.block(row, kind)[0]
+        assert text.count("[PYTHON]\n") == text.count("\n[/PYTHON]\n[ANSWER]\n") == 3 == text.count("??")
+        assert text.endswith(shown + "\n[/PYTHON]\n[ANSWER]\n") and f"[ANSWER]\n{said}\n[/ANSWER]\n" in text
+
+
+@pytest.mark.parametrize("kind, right, wrong", [
+    ("output/program", ["[1]", "assert g([1, 2]) == [1]\n[/ANSWER]\n[PYTHON]", "[ 1, ]", "[1] # yes"],
+     ["[2]", "g([1, 2])", "[2] or True", "", "[1", "xs", "[1]) or (True", "[1], 'no'", "[x for x in (1,)]"]),
+    ("output/trace", ["[1]", " [0 + 1]\n"], ["xs", "[2]", "assert (xs) == [1]", "[1] or xs"]),
+    ("input/program", ["[1, 2]", "[1, 'any']", "assert g([1, 3]) == [1]", "xs=[1, 5]"],
+     ["[2, 1]", "[1]) == [1] or (1", "1, 2", "[1]) == 0 #", "g([1, 2, 3])"]),
+    ("input/trace", ["[1, 2]", "[1, None]"], ["[2, 1]", "[1, 2]; xs = [1]", "[1, 2]\nimport os", "[]"]),
+])
+def test_answers_are_judged_by_execution(kind, right, wrong):
+    row = data.unroll({"id": "s", "code": "def g(xs):\n    xs.pop()\n    return xs", "input": "[1, 2]"})
+    with data.Child(0) as child:
+        assert [data.judge(child, row, kind, said) for said in right] == [True] * len(right)
+        assert [data.judge(child, row, kind, said) for said in wrong] == [False] * len(wrong)
+
+
+def test_prompts_are_written_and_completions_scored_by_length(tmp_path, monkeypatch, capsys):
+    rows = [row for row, *_ in functions_at_random(30)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    assert said(capsys, "prompts", "--file", "t.jsonl", "--out", "p.jsonl")[0] == 0
+    prompts = [json.loads(line) for line in open(tmp_path / "p.jsonl")]
+    expected = sum(4 if row["call"][-2:] != "()" else 2 for row in rows)
+    assert len({p["id"] for p in prompts}) == len(prompts) == expected
+    by_id = {str(row["id"]): row for row in rows}
+    answers = []
+    for p in prompts:
+        name, kind = p["id"].split("/", 1)
+        answer = data.question(by_id[name], kind)[1]
+        answers.append({"id": p["id"], "completion": answer if by_id[name]["steps"] <= 5 else "("})
+    (tmp_path / "said.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    words = ["score", "--file", "t.jsonl", "--completions", "said.jsonl", "--allow-exec"]
+    table = said(capsys, *words)[1].splitlines()
+    assert len(table) == 5
+    for line in table[1:]:
+        assert set(re.findall(r" (\d+\.\d)", line)[:-1]) <= {"100.0", "0.0"}
+        short = sum(row["steps"] <= 5 for row in rows if line.startswith("out") or row["call"][-2:] != "()")
+        total = sum(line.startswith("out") or row["call"][-2:] != "()" for row in rows)
+        assert line.endswith(f"{100 * short / total:.1f}")
+    (tmp_path / "said.jsonl").write_text('{"id": "nobody/output/trace", "completion": "1"}')
+    assert "said.jsonl, line 1: give the id of a prompt" in said(capsys, *words)[2]
+
+
+def test_a_traces_tokens_answers_and_states_are_those_of_its_row(tmp_path):
+    """Decoded, a batch of a file is its rows' text; run up to a line's end, it leaves the state told there."""
+    rows = [row for row, *_ in functions_at_random(60)]
+    code = "import math\ndef f(x):\n    y = [\n        x,\n    ]\n    return 'à', y"
+    rows[0] = data.unroll({"id": 0, "code": code, "input": "7"})
+    rows[1] = data.unroll({"id": 1, "code": "def f(x):\n    return len(x)", "input": repr("y" * 200)})
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = data.Trace(str(tmp_path / "t.jsonl"))
+    batch, by_text = task.batch(Stage(51, 51, "all"), 60, 0, "test", 0), {row["trace"]: row for row in rows}
+    assert len(batch.tokens) == sum(len(row["states"]) > 0 for row in rows)
+    assert not len(task.batch(Stage(51, 51, "all"), 60, 0, "test", 1).tokens)
+    for b, text in enumerate(texts(task, batch)):
+        row = by_text[text.rstrip("\0\n")]
+        answer = task.tokenizer.decode(batch.tokens[b][batch.answer[b]].tolist())
+        assert answer == row["output"] + "\n" and row["trace"].endswith("== " + answer[:-1])
+        ends, tokens = batch.line_end[b].nonzero()[:, 0].tolist(), batch.tokens[b].tolist()
+        said = [task.tokenizer.decode(x).rstrip("\0") for x in batch.state_text[b].tolist() if any(x)]
+        told = [", ".join(f"{name} = {x}" for name, x in state.items()) + "\n" for state in row["states"]]
+        short = [len(task.tokenizer.encode(x)) <= task.longest_state for x in told]
+        assert said == [x for x, so in zip(told, short) if so] and len(ends) == len(said)
+        memory, done = {}, 0
+        for end, state in zip(ends, said):
+            exec(task.tokenizer.decode(tokens[done:end + 1]), memory)
+            done, there = end + 1, eval(f"dict({state})")
+            assert there == {name: memory[name] for name in there}
+    assert sum(len(row["states"]) for row in rows) > batch.line_end.sum() > 300
+
+
+def test_functions_for_training_are_not_tested_on_and_batches_are_reproducible(tmp_path):
+    rows = [row for row, *_ in functions_at_random(300)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task, everywhere = data.Trace(str(tmp_path / "t.jsonl")), Stage(51, 51)
+    held_out = set(texts(task, task.batch(everywhere, 300, 0, "test", 0)))
+    batches = [task.batch(everywhere, 50, 0, "train", t) for t in range(20)]
+    trained = {text.rstrip("\0") for batch in batches for text in texts(task, batch)}
+    assert 15 < len(held_out) < 60 and len(trained) > 200 and not {x.rstrip("\0") for x in held_out} & trained
+    for task, stage in (task, everywhere), (data.Trace(), Stage(16, 8)):
+        one, same, other = (task.batch(stage, 8, 0, "train", t) for t in (3, 3, 4))
+        assert torch.equal(one.tokens, same.tokens) and torch.equal(one.state_text, same.state_text)
+        assert one.tokens.shape != other.tokens.shape or not torch.equal(one.tokens, other.tokens)
+    lines = [text.rstrip("\0").count("\n") - 1 for text in texts(task, one)]
+    assert 9 <= min(lines) and max(lines) <= 16
+
+
+@pytest.mark.parametrize("stage, said", [("8x8:all", "with a --trace-file"), ("60x60", "up to 51 lines"),
+                                         ("8x8:other", "write LxS")])
+def test_a_trace_stage_that_is_none_is_refused(stage, said):
+    with pytest.raises(UserError, match=said):
+        parse_stages(stage, data.Trace())
 
 
 # ----------------------------------------------------------------------------------------------------------

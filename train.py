@@ -32,7 +32,6 @@ import math
 import os
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -49,7 +48,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import PAD, SPLITS, TASKS, Parser, Stage, Tokenizer, UserError, one_of, parse_stages, start
+from data import (PAD, SPLITS, TASKS, Interrupt, Parser, Stage, Tokenizer, UserError, one_of, parse_stages,
+                  start)
 from kernels import resolve_backend
 from models import LM, MIXERS, STATE_HEADS
 
@@ -58,11 +58,12 @@ from models import LM, MIXERS, STATE_HEADS
 class Config:
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
-    task: str = "repl"             # repl, pfsa, group, parity, listperm or arith: see data.py
+    task: str = "repl"             # repl, pfsa, group, parity, listperm, arith or trace: see data.py
     n_vars: int = 5                # variables; repl, listperm: 2 to 9, with five they form S5; pfsa: 2 to 5
     moves: str = "swap"            # repl: a command is a swap of two variables, or a perm(utation) of all
     group: str = "S5"              # group: one of data.py's GROUPS
     digits: int = 2                # arith: of each number
+    trace_file: str = ""           # trace: what data.py trace made; none: functions made at random
     sample_length: int = 0         # parity, listperm, arith: 1 for programs of 2 to L lines, P2's curriculum
     curriculum: str = "auto"       # stages "LxS LxS ..."; LxS:KIND is for data.py; auto: the task's own
     # the model: these make 77 thousand parameters
@@ -108,7 +109,7 @@ class Config:
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
 POSITIVE = """d_model d_mlp n_layer n_head beta_max n_householder batch_size learning_rate grad_clip advance
 carry max_samples eval_samples eval_every segment save_every""".split()
-WITH_EVAL = "eval_at eval_samples segment seed device dtype".split()  # --eval, --play may change them
+WITH_EVAL = "eval_at eval_samples trace_file segment seed device dtype".split()  # --eval may change them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BESIDE_THE_POINT = "device save_every out name".split()               # what does not change a run's outcome
 
@@ -274,6 +275,8 @@ def read(cfg, model, task, stage, split, device, places):
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
         size = min(cfg.batch_size, cfg.eval_samples - first)
         batch = task.batch(stage, size, cfg.seed, split, t).to(device)
+        if not len(batch.tokens):                                        # a file has no more
+            return
         there, state, hidden = places(batch), None, []
         with autocast(cfg, device):
             for tokens, here in zip(batch.tokens.split(cfg.segment, 1), there.split(cfg.segment, 1)):
@@ -476,22 +479,6 @@ def detached(state, device):
     if isinstance(state, torch.Tensor):
         return state.detach().to(device)
     return type(state)(detached(part, device) for part in state)
-
-
-class Interrupt:
-    """Ctrl-C or kill lets the step finish: what is saved then is a state that the run was in."""
-
-    def __enter__(self):
-        self.asked, signals = False, (signal.SIGINT, signal.SIGTERM)
-        self.before = {s: signal.signal(s, self.ask) for s in signals}
-        return self
-
-    def ask(self, *_):
-        self.asked = True
-
-    def __exit__(self, *_):
-        for s, handler in self.before.items():
-            signal.signal(s, handler)
 
 
 def train(cfg, task, stages, model, folder, device, saved=None):
