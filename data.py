@@ -1438,10 +1438,12 @@ def random_function(rng):
                     block(indent + "    ", rng.randint(1, 2), loop)
 
     places = [(kind, name) for kind in names for name in names[kind]]
-    given = rng.sample(places, rng.randint(1, 3))
+    given = rng.sample(places, rng.randint(1, 4))
     lines += [f"    {name} = {value(kind)}" for kind, name in places if (kind, name) not in given]
-    block("    ", rng.randint(2, 5))
-    lines.append(fill_in("    return " + rng.choice(["$i", "$l", "$s", "$i, $s", "$l, $i"])))
+    first = len(lines)
+    block("    ", rng.randint(1, 5))
+    changed = sorted({line.strip()[0] for line in lines[first:]} & {x for _, x in places}) or [places[0][1]]
+    lines.append("    return " + ", ".join(rng.sample(changed, min(len(changed), rng.randint(1, 2)))))
     return (f"def f({', '.join(name for _, name in given)}):\n" + "\n".join(lines),
             ", ".join(value(kind) for kind, _ in given))
 
@@ -1457,7 +1459,7 @@ class Trace:
     lexemes = (" = ", ", ", " += ", " -= ", "assert (", ") == ", "forloop", " = iter((", " = next(forloop",
                ".append(", "range(", "len(", "sum(", "max(", ".count(", ".replace(", ".upper()", "[::-1]",
                "[1:]", ".sort()", ".reverse()", ".pop()", "str(")
-    curriculum = "8x8 16x16 24x24"
+    curriculum = "4x4 8x8 16x16 24x24"
     stage_samples = 4000
     next_token = whole = True
     n_slots = n_classes = opening = 0

@@ -10,13 +10,15 @@ The figures, one function each, from the files that runs leave behind.
     python plot.py filters                                     where linear filters die (P1 Figs. 9 and 10)
     python plot.py samples out/transformer-parity*             traces until all is right (P2 Fig. 5)
     python plot.py budget out/transformer-arith*               accuracy after all traces (P2 Fig. 7)
+    python plot.py lengths traces.jsonl                        how long traces of functions are (P2 Fig. 1)
     python plot.py table out/deltanet-repl*                    the numbers, as CSV
 
 Runs that differ only in their seed become one line, the median, in a band from the worst to the best. With
 --best learning_rate (any setting), only its best value is kept of runs that are otherwise alike. A figure of
 another kind is ten more lines: read what you need into {label: [(x, y) of each seed, ...]}, call `lines`.
 
-P1 is arXiv 2602.14814. Not here: training. All but `drift` and `filters` read metrics.csv and result.json.
+P1 is arXiv 2602.14814. Not here: training. All but `drift`, `filters` and `lengths` read metrics.csv and
+result.json.
 """
 import csv
 import json
@@ -33,7 +35,7 @@ import torch
 import torch.nn.functional as F
 
 import pfsa
-from data import Arith, Parser, Stage, UserError, one_of, parse_stages, start
+from data import Arith, Parser, Stage, UserError, one_of, parse_stages, read_traces, start
 from models import DeltaNet, GatedDeltaNet
 from train import load_model, stage_of
 
@@ -261,6 +263,20 @@ def budget(groups, at):
     return figure
 
 
+def lengths(files, at):
+    """How many traces have how many steps, for each file of traces (P2 Fig. 1)."""
+    figure, [panels] = plt.subplots(1, len(files), figsize=(5 * len(files), 3.5), layout="constrained",
+                                    squeeze=False)
+    for axes, file in zip(panels, files):
+        rows = read_traces(file)
+        functions = len({row["source"] for row in rows})
+        axes.hist([row["steps"] for row in rows], bins=range(52), color="tab:blue")
+        axes.set(xlabel="steps of a trace", ylabel="traces",
+                 title=f"{Path(file).stem}: {len(rows):,} traces of {functions:,} functions")
+        axes.grid(alpha=0.3)
+    return figure
+
+
 def filters(groups, at):
     """Left, P1 Fig. 9: the mass of a linear filter over reveals of probability 1/2, in four dtypes. Right, P1
     Fig. 10: an entry of the marginal recurrence, what Sinkhorn makes of it, and the truth. Needs no runs."""
@@ -463,14 +479,14 @@ def drift(groups, at, traces=96):
 
 
 FIGURES = {f.__name__: f for f in  # f(groups, at)
-           (curve, positions, scores, final, drift, nats, samples, budget, filters)}
+           (curve, positions, scores, final, drift, nats, samples, budget, lengths, filters)}
 OVER = {"samples": ["curriculum"], "budget": ["curriculum", "digits"]}    # settings on an axis of a figure
 
 
 def main(argv):
     parser = Parser(__doc__)
     parser.add_argument("figure", help=", ".join(FIGURES) + " or table")
-    parser.add_argument("runs", nargs="*", help="folders of finished runs")
+    parser.add_argument("runs", nargs="*", help="folders of finished runs; lengths: files of traces")
     parser.add_argument("--at", default="128x16", help="positions, drift: commands x spacing [128x16]")
     parser.add_argument("--best", help="a setting of which only the best value is shown, as learning_rate")
     parser.add_argument("--save", help="file, .png or .svg, .csv for a table [out/FIGURE.png, out/table.csv]")
@@ -484,7 +500,9 @@ def main(argv):
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
     if not args.runs and args.figure != "filters":
         raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
-    groups = load(args.runs, args.best, OVER.get(args.figure, ())) if args.runs else {}
+    groups = args.runs
+    if args.runs and args.figure != "lengths":
+        groups = load(args.runs, args.best, OVER.get(args.figure, ()))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if args.figure == "table":

@@ -1057,7 +1057,7 @@ def test_prompts_are_written_and_completions_scored_by_length(tmp_path, monkeypa
 
 
 def test_a_traces_tokens_answers_and_states_are_those_of_its_row(tmp_path):
-    """Decoded, a batch of a file is its rows' text; run up to a line's end, it leaves the state told there."""
+    """Decoded, a batch is its rows' text; what it holds up to a line's end leaves the state told there."""
     rows = [row for row, *_ in functions_at_random(60)]
     code = "import math\ndef f(x):\n    y = [\n        x,\n    ]\n    return 'à', y"
     rows[0] = data.unroll({"id": 0, "code": code, "input": "7"})
@@ -2567,6 +2567,18 @@ def test_the_commonest_answer_is_counted_from_the_text():
     assert task.commonest(4, 1000) == max(said.values()) / 1000 == said["0"] / 1000
 
 
+def test_lengths_are_counted_in_each_file(tmp_path):
+    rows = [row for row, *_ in functions_at_random(50)]
+    for name, some in (("one", rows[:20]), ("two", rows[20:])):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, some)))
+    figure = plot.lengths([tmp_path / "one", tmp_path / "two"], None)
+    for axes, some in zip(figure.axes, (rows[:20], rows[20:])):
+        steps = Counter(row["steps"] for row in some)
+        assert [patch.get_height() for patch in axes.patches] == [steps[n] for n in range(51)]
+    with pytest.raises(UserError, match="no traces; make some"):
+        plot.main(["lengths", __file__, "--save", str(tmp_path / "x.png")])
+
+
 def test_samples_to_an_accuracy_are_those_of_ten_batches_of_one_stage(tmp_path):
     """Here 8x1 reads 1 from the 5th of 20 batches on, 16x2 never does, 32x4 has 9 batches."""
     stages = [(8, 1)] * 20 + [(16, 2)] * 20 + [(32, 4)] * 9
@@ -2673,6 +2685,11 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "Config", small_config())
     monkeypatch.setattr(Repl, "beyond", lambda self, last: [Stage(128, 16)])
     monkeypatch.setattr(data.Hidden, "beyond", lambda self, last: [Stage(32, 2), Stage(32, 2, "forced")])
+    monkeypatch.setattr(data.Trace, "beyond", lambda self, last: [Stage(16, 8)])
+    rng = random.Random(0)                                                # what a user would bring
+    calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(200)]
+    Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))
+    Path("said.jsonl").write_text('{"id": "call_0/output/trace", "completion": "1"}')
     monkeypatch.setattr(sys, "stdin", io.StringIO("print('a', a)\n"))
     monkeypatch.setattr(train, "total_samples", lambda cfg, stages: 16)
     honest = train.evaluate

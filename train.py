@@ -35,7 +35,7 @@ import shlex
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -782,10 +782,11 @@ def main(argv):
     if results:
         print("--- reveal accuracy at commands x spacing\n" + table(results))
     if results and not grid:
-        _, [*_, last] = build_task(cfg)
-        print(f"files   {folder}: ckpt.pt, metrics.csv, result.json\n"
-              f"next    python plot.py curve {folder}\n"
-              f"        python train.py --eval {folder} --eval-at {16 * last.commands}x{last.spacing}")
+        print(f"files   {folder}: ckpt.pt, metrics.csv, result.json\nnext    python plot.py curve {folder}")
+        task, [*_, last] = build_task(cfg)
+        with suppress(UserError):                                        # some tasks end somewhere
+            [far] = parse_stages(f"{16 * last.commands}x{last.spacing}", task)
+            print(f"        python train.py --eval {folder} --eval-at {far}")
     return 1 if diverged else 0
 
 
