@@ -1248,22 +1248,23 @@ def read_lines(path):
         raise UserError(f"{path}: {error.strerror}; give a file of JSON lines")
 
 
-def new_file(path, overwrite):
-    """-> a file to be written. Raises UserError."""
-    if Path(path).exists() and not overwrite:
-        raise UserError(f"{path} exists: choose another --out, or --overwrite it")
+def new_files(overwrite, *paths):
+    """-> files to be written. Raises UserError, and then there is none of them."""
+    for path in map(Path, paths):
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} exists: choose another --out, or --overwrite it")
     try:
-        return open(path, "w")
+        return [open(path, "w") for path in paths]
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; choose another --out")
+        raise UserError(f"{error.filename}: {error.strerror}; choose another --out")
 
 
 def trace_file(path, out, overwrite):
     """Unroll every call in a JSONL file -> rows in `out`, see `unroll`; calls without a trace, and why, in a
     second file beside it. Both are whole whenever this ends. -> exit code."""
     lines, rejected, why, kept = read_lines(path), Path(out).with_suffix(".rejected.jsonl"), Counter(), 0
-    with (Child(0) as tracer, Child(1) as checker, new_file(out, overwrite) as good,
-          new_file(rejected, overwrite) as bad, Interrupt() as interrupt):
+    tracer, checker, (good, bad) = Child(0), Child(1), new_files(overwrite, out, rejected)
+    with tracer, checker, good, bad, Interrupt() as interrupt:
         for number, line in enumerate(tqdm(lines, unit=" rows", disable=None), 1):
             if interrupt.asked:
                 break
@@ -1272,7 +1273,7 @@ def trace_file(path, out, overwrite):
             except (ValueError, RecursionError) as error:
                 calls = [{"reason": f"no JSON: {error}"}]
             for call in calls:
-                call = {**call, "id": call.get("id") or f"line {number}"}
+                call = {"id": f"line {number}", **{name: x for name, x in call.items() if x is not None}}
                 row = call if "reason" in call else tracer.ask("unroll", call)
                 row = row if "reason" in row else {**row, **checker.ask("replay", row)}
                 if "reason" not in row:
@@ -1342,7 +1343,7 @@ def examples(kind):
 def write_prompts(path, out, overwrite):
     """For each row of a trace file and each kind of question, {"id", "prompt", "steps"}, a line of `out`."""
     rows = read_traces(path)
-    with new_file(out, overwrite) as file:
+    with new_files(overwrite, out)[0] as file:
         for row in rows:
             for kind in KINDS if row["call"][-2:] != "()" else KINDS[:2]:
                 file.write(json.dumps({"id": f"{row['id']}/{kind}", "steps": row["steps"],
