@@ -254,6 +254,7 @@ class LM(nn.Module):
         mixers = cfg.model.split("+")
         self.embed = nn.Embedding(vocab_size, cfg.d_model)
         self.blocks = nn.ModuleList(Block(cfg, mixers[i % len(mixers)]) for i in range(cfg.n_layer))
+        self.state_layer = cfg.state_layer
         self.norm = nn.RMSNorm(cfg.d_model, eps=1e-5)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         self.to_state = LinearHead(cfg, vocab_size, n_slots, n_classes) if n_slots else nn.Identity()
@@ -264,11 +265,19 @@ class LM(nn.Module):
 
     def forward(self, tokens, state=None):
         """tokens (B, T) int64 -> hidden (B, T, D), state: a list with an entry per block, to be passed on."""
-        x, new = self.embed(tokens), []
-        for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
+        hidden, _, state = self.with_told(tokens, state)
+        return hidden, state
+
+    def with_told(self, tokens, state=None):
+        """The same, and between them the hidden vectors (B, T, D) that the state head reads."""
+        x, told, new = self.embed(tokens), None, []
+        for i, (block, s) in enumerate(zip(self.blocks, state or [None] * len(self.blocks)), 1):
             x, s = block(x, s)
             new.append(s)
-        return self.norm(x), new
+            if i == self.state_layer:
+                told = self.norm(x)
+        hidden = self.norm(x)
+        return hidden, hidden if told is None else told, new
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -337,7 +346,7 @@ class ContrastiveHead(nn.Module):
         """Hidden vectors (B, T, D) of a data.Batch -> nats, the mean of both directions."""
         where, text = state_texts(batch)
         text, number = text.unique(dim=0, return_inverse=True)            # (U, W), (N,)
-        read, _ = lm(text)
+        _, read, _ = lm.with_told(text)
         end = (text != PAD).sum(1) - 1
         state = read[torch.arange(len(text), device=end.device), end]
         cosine = (F.normalize(hidden[where], dim=-1) @ F.normalize(state, dim=-1).T).float()      # (N, U)
@@ -386,7 +395,7 @@ def init_weights(model):
 
 def main():
     cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, beta_max=2.0, n_householder=2,
-                          state_head="linear")
+                          state_head="linear", state_layer=0)
     tokens = torch.randint(256, (2, 60), generator=torch.Generator().manual_seed(0))
     print("model              parameters  state, numbers  token by token  in segments")
     for name in [*MIXERS, "deltanet+lstm"]:
@@ -413,7 +422,7 @@ def time_a_step(B=16, T=681, vocabulary=262):
     """Print ms, forward and backward, of the parts of train.py's default model, each alone, on a batch of its
     last stage: 16 traces of 64x8. Data comes on top; train.py prints its share."""
     cfg = SimpleNamespace(model="deltanet", d_model=64, d_mlp=128, n_layer=1, n_head=1, beta_max=2.0,
-                          state_head="linear")
+                          state_head="linear", state_layer=0)
     model, tokens = LM(cfg, vocabulary, n_slots=5, n_classes=5), torch.randint(vocabulary, (B, T))
     [block], optimizer = model.blocks, torch.optim.AdamW(model.parameters())
     mixer, x, qkv, head = block.mixer, torch.randn(B, T, 64), torch.randn(B, T, 192), torch.randn(B, T, 1, 64)

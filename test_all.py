@@ -1790,7 +1790,8 @@ ALL = [*models.MIXERS, "deltanet+lstm", "deltanet+transformer"]
 
 def small(model, **changes):
     return SimpleNamespace(**{"model": model, "d_model": 32, "d_mlp": 32, "n_layer": 2, "n_head": 2,
-                              "beta_max": 2.0, "n_householder": 3, "state_head": "linear", **changes})
+                              "beta_max": 2.0, "n_householder": 3, "state_head": "linear", "state_layer": 0,
+                              **changes})
 
 
 def build(model, **changes):
@@ -1904,7 +1905,7 @@ def test_a_state_head_changes_no_logit_and_no_token(model):
         lm, batch = train.build_model(cfg, task, CPU), task.batch(stage, 4, 0, "train", 0)
         lm.head.weight.data = torch.randn(lm.head.weight.shape, generator=torch.Generator().manual_seed(0))
         hidden, _ = lm(batch.tokens)
-        return batch.tokens, lm.head(hidden), train.loss_terms(cfg, lm, task, batch, hidden)[0]
+        return batch.tokens, lm.head(hidden), train.loss_terms(cfg, lm, task, batch, hidden, hidden)[0]
     tokens, bare, terms = logits("--state-weight", "0")
     assert "state" not in terms
     for head in HEADS:
@@ -1957,6 +1958,23 @@ def test_the_contrastive_head_finds_states_and_lines(task, L):
     assert not [*lm.to_state.parameters()] and (len(states) < len(rows)) == isinstance(task, data.Parity)
 
 
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_the_state_head_reads_the_block_it_is_told_to(layer):
+    """The same as a model that ends there; its loss reaches no later block, and logits are what they were."""
+    task = data.Parity()
+    batch, lm, all_read = task.batch(Stage(6, 1), 4, 0, "train", 0), *(
+        models.LM(small("gru", n_layer=3, state_layer=layer), 262, 1, 2) for layer in (layer, 0))
+    all_read.load_state_dict(lm.state_dict())
+    hidden, told, _ = lm.with_told(batch.tokens)
+    assert torch.equal(hidden, all_read(batch.tokens)[0]) and torch.equal(hidden, lm(batch.tokens)[0])
+    shorter = copy.deepcopy(lm)
+    shorter.blocks = shorter.blocks[:layer]
+    assert torch.equal(told, shorter(batch.tokens)[0])
+    lm.to_state.weight.data.normal_()
+    train.loss_terms(train.Config(), lm, task, batch, hidden, told)[0]["state"].backward()
+    assert [block.mlp.down.weight.grad is None for block in lm.blocks] == [i >= layer for i in range(3)]
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("model", ["deltanet", "lstm", "transformer"])
 def test_every_state_head_teaches_every_kind_of_model(model, head):
@@ -1995,7 +2013,7 @@ def test_the_loss_is_what_a_loop_over_tokens_says(task, stage):
     assert (batch.tokens == data.PAD).any() == task.whole
     with torch.no_grad():
         hidden, _ = lm(batch.tokens)
-        terms, accuracy = train.loss_terms(train.Config(), lm, task, batch, hidden)
+        terms, accuracy = train.loss_terms(train.Config(), lm, task, batch, hidden, hidden)
         following, reveals, states, right = [], [], [], []
         for b, t in itertools.product(*map(range, batch.tokens.shape)):
             if t and batch.tokens[b, t] != data.PAD:
@@ -2436,6 +2454,8 @@ BAD = {
     "--params 30000": "change --d-model or --n-layer",
     "--carry 0": "above 0",
     "--carry 4 --curriculum 8x3": "must divide",
+    "--state-layer 2": "give at most --n-layer 1",
+    "--task group --state-layer 1": "and 0 for --task group",
     "--task arith --state-head linear": "give --state-head transformer or contrastive, or --state-weight 0",
     "--task arith --curriculum 13": "has 2 to 12 lines",
     "--task arith --digits 0": "choose 1 to 6",

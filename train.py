@@ -77,6 +77,7 @@ class Config:
     # the loss
     reveal_weight: float = 1.0     # on revealed values, one token in 85 at 64x8; 0 is plain next-token loss
     state_weight: float = 1.0      # on the state head; 0 is no state supervision (pfsa: exact beliefs)
+    state_layer: int = 0           # the state head reads after so many blocks; 0: after all, as in P2
     state_head: str = "auto"       # linear, transformer or contrastive; auto: linear if states have slots
     # the optimiser, AdamW
     batch_size: int = 16           # traces a step; small, as the first stage takes many steps, not much data
@@ -218,6 +219,9 @@ def check(cfg):
         raise UserError(f"--carry cuts traces after each spacing, --task {cfg.task} has none: leave it at 1")
     if cfg.carry > 1 and stages[-1].commands % stages[-1].spacing:
         raise UserError(f"--carry: in the last stage, {stages[-1]}, the spacing must divide the commands")
+    if cfg.state_layer > cfg.n_layer or cfg.state_layer and not task.next_token:
+        raise UserError(f"--state-layer {cfg.state_layer}: give at most --n-layer {cfg.n_layer}; and 0 for "
+                        "--task group, whose state head gives its answers")
     state_head(cfg, task)
     sized(cfg, len(task.tokenizer), task.n_slots, task.n_classes)
 
@@ -250,11 +254,12 @@ def score(task, asked, right):
     return wrong.index_add(0, asked.nonzero()[:, 0], (~right).float())[:, None] == 0
 
 
-def loss_terms(cfg, model, task, batch, hidden):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; and the accuracy of answers."""
+def loss_terms(cfg, model, task, batch, hidden, told):
+    """From a model's hidden vectors, the last ones and those of which states are asked, -> {"next", "reveal",
+    "state"}: mean cross-entropies in nats; and the accuracy of answers."""
     terms, (asked, answers) = {}, questions(task, batch)
     if cfg.state_weight:
-        terms["state"] = model.to_state.loss(model, hidden, batch)
+        terms["state"] = model.to_state.loss(model, told, batch)
     if task.next_token:
         logits, after = model.head(hidden).float(), batch.tokens.roll(-1, 1)         # (B, T, vocabulary)
         nats = F.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="none", ignore_index=PAD)
@@ -523,8 +528,8 @@ def train(cfg, task, stages, model, folder, device, saved=None):
             p["data_seconds"] += time.perf_counter() - began
 
             with autocast(cfg, device):
-                hidden, state = model(batch.tokens, p["state"] if turn else None)
-                terms, accuracy = loss_terms(cfg, model, task, batch, hidden)
+                hidden, told, state = model.with_told(batch.tokens, p["state"] if turn else None)
+                terms, accuracy = loss_terms(cfg, model, task, batch, hidden, told)
             loss = sum(weights[name] * term for name, term in terms.items())
             optimizer.zero_grad()
             loss.backward()
