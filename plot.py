@@ -220,22 +220,34 @@ def by_length(runs, value):
     return zip(*sorted(found.items()))
 
 
+def taught(config):
+    """How a run learned, and a line style for it."""
+    if config["state_weight"]:
+        return f"states ({config['state_head']}, weight {config['state_weight']:g})".replace("auto, ", ""), "-"
+    return ("curriculum", "--") if config["sample_length"] else ("next token", ":")
+
+
 def samples(groups, at):
     """Traces until held-out programs were all right, twice (train.py --until), over their length (P2 Fig. 5).
     Median and range of the seeds; hollow, pointing up: most seeds saw so many traces and were not there."""
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    colors = {}
     for i, (label, runs) in enumerate(groups.items()):
         lengths, seen = by_length(runs, lambda r: (r["until"] or r["samples"], r["until"] is None))
-        x = np.array(lengths) * 1.03 ** (i - len(groups) / 2)             # side by side
+        x = np.array(lengths) * 1.015 ** (i - len(groups) / 2)            # side by side
         y = [np.median([traces for traces, _ in seeds]) for seeds in seen]
-        [line] = axes.plot(x, y, ":", linewidth=1)
+        model = ", ".join(x for x in label.split(", ") if not re.match("sample_length|state_(weight|head)", x))
+        how, style = taught(runs[0][0]["config"])
+        color = colors.setdefault(model, f"C{len(colors)}")
+        [line] = axes.plot(x, y, style, color=color, linewidth=1)
         for x, y, seeds in zip(x, y, seen):
             never = np.mean([failed for _, failed in seeds]) > 0.5
             look = {"color": line.get_color(), "fillstyle": "none" if never else "full"}
             axes.plot(x, y, "^" if never else "o", **look)
             axes.vlines(x, *np.percentile([traces for traces, _ in seeds], [0, 100]), color=look["color"])
-        axes.plot([], [], "o-", color=line.get_color(), label=label)
+        axes.plot([], [], "o" + style, color=color, label=f"{model}: {how}")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set(yscale="log", xlabel="lines of a program", ylabel="training traces until all is right",
              title="Samples to perfect (hollow: not reached)")
     axes.grid(alpha=0.3)
@@ -480,7 +492,7 @@ def drift(groups, at, traces=96):
 
 FIGURES = {f.__name__: f for f in  # f(groups, at)
            (curve, positions, scores, final, drift, nats, samples, budget, lengths, filters)}
-OVER = {"samples": ["curriculum"], "budget": ["curriculum", "digits"]}    # settings on an axis of a figure
+OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"]}  # not in the labels
 
 
 def main(argv):
