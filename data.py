@@ -9,6 +9,7 @@ training and test traces come from different random generators.
   pfsa    the same with hidden branches, `a, b = (b, a) if random() < 0.5 else (a, b)` (P1 section 5)
   group   word problems (P1 Figure 2, centre; Merrill et al., arXiv 2404.08819): the running product of a word
   parity, listperm, arith   straight-line programs that end in `assert x == answer` (P2 section 4, appendix C)
+  trace   functions, anyone's or made at random, unrolled into such programs (P2 sections 2 and 3)
 
 Symbols: B batch, T tokens in a trace, n variables, L commands, S commands between two reveals (the spacing).
 P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs". P2 is "Grounding Code
@@ -18,8 +19,9 @@ Look at samples:   python data.py repl --n-vars 3 --commands 4
                    python data.py pfsa --n-vars 3 --commands 8 --spacing 2
                    python data.py group --group S3 --commands 6
                    python data.py arith --digits 2 --commands 4
+Unroll functions:  python data.py trace --file calls.jsonl --out traces.jsonl --allow-exec
 
-Not here: files, downloads, data loaders. Every task is made faster than a model can train on it.
+Not here: downloads, data loaders. All but `trace` are made much faster than a model can train on them.
 """
 import argparse
 import ast
@@ -1594,7 +1596,8 @@ def show(task, batch, b):
 def main_of_files(args):
     """trace, prompts and score."""
     needs = {"trace": ["file", "out"], "prompts": ["file", "out"], "score": ["file", "completions"]}
-    one_of("--file is for", args.task, needs)
+    if args.task not in needs:
+        raise UserError(f"--file: only {', '.join(needs)} read one, {args.task} does not")
     for name in needs[args.task]:
         if not getattr(args, name):
             raise UserError(f"{args.task}: give --{name} too")
