@@ -1451,6 +1451,32 @@ def random_function(rng):
             ", ".join(value(kind) for kind, _ in given))
 
 
+def encode_trace(row, tokenizer):
+    """A row of a trace file -> its number of lines; tokens (T,), answer (T,) bool; tokens at which a line
+    ends, and the state's text there, each a list; whether it is for testing."""
+    text, (_, lines) = row["trace"] + "\n", statements(row)
+    written, ends = text.split("\n"), [0, *(line.end_lineno for line in lines)]
+    pieces = ["\n".join([*written[first:past], ""]) for first, past in zip(ends, ends[1:])]
+    output = len(ast.get_source_segment(text, lines[-1].test.comparators[0])) + 1
+    pieces[-1:] = pieces[-1][:-output], pieces[-1][-output:]
+    pieces = [tokenizer.encode(piece) for piece in pieces]
+    tokens, answer = np.array(sum(pieces, [])), np.zeros(sum(map(len, pieces)), bool)
+    answer[-len(pieces[-1]):] = True
+    states = [tokenizer.encode(", ".join(f"{name} = {x}" for name, x in state.items()) + "\n")
+              for state in row["states"]]
+    ends = np.cumsum([len(piece) for piece in pieces[:-2]], dtype=int) - 1
+    told = [len(state) <= Trace.longest_state for state in states]
+    return {"lines": len(states), "tokens": tokens, "answer": answer, "ends": ends[np.array(told, bool)],
+            "states": [state for state, t in zip(states, told) if t],
+            "test": zlib.crc32(row["source"].encode()) % 10 == 0}
+
+
+@functools.cache
+def encode_file(path, lexemes):
+    """-> the traces of a file, encoded, once in a process."""
+    return [encode_trace(row, Tokenizer(lexemes)) for row in read_traces(path)]
+
+
 class Trace:
     """Execute the trace of a function: all its lines are there, and an assert, whose right side is the
     answer. State, as text: all variables that have literals.
@@ -1470,7 +1496,7 @@ class Trace:
 
     def __init__(self, trace_file="", tokenizer=None):
         self.tokenizer, self.trace_file = tokenizer or Tokenizer(self.lexemes), trace_file
-        self.rows = [self.encode(row) for row in read_traces(trace_file)] if trace_file else []
+        self.rows = encode_file(trace_file, self.tokenizer.lexemes) if trace_file else []
 
     def check(self, stage):
         """Raise UserError if this task has no such stage."""
@@ -1493,25 +1519,6 @@ class Trace:
         rows = self.rows or self.make(Stage(24, 24), random.Random(0), 256)
         return Counter(tuple(row["tokens"][row["answer"]]) for row in rows).most_common(1)[0][1] / len(rows)
 
-    def encode(self, row):
-        """A row of a trace file -> its number of lines; tokens (T,), answer (T,) bool; tokens at which a line
-        ends, and the state's text there, each a list; whether it is for testing."""
-        text, (_, lines) = row["trace"] + "\n", statements(row)
-        written, ends = text.split("\n"), [0, *(line.end_lineno for line in lines)]
-        pieces = ["\n".join([*written[first:past], ""]) for first, past in zip(ends, ends[1:])]
-        output = len(ast.get_source_segment(text, lines[-1].test.comparators[0])) + 1
-        pieces[-1:] = pieces[-1][:-output], pieces[-1][-output:]
-        pieces = [self.tokenizer.encode(piece) for piece in pieces]
-        tokens, answer = np.array(sum(pieces, [])), np.zeros(sum(map(len, pieces)), bool)
-        answer[-len(pieces[-1]):] = True
-        states = [self.tokenizer.encode(", ".join(f"{name} = {x}" for name, x in state.items()) + "\n")
-                  for state in row["states"]]
-        ends = np.cumsum([len(piece) for piece in pieces[:-2]], dtype=int) - 1
-        told = [len(state) <= self.longest_state for state in states]
-        return {"lines": len(states), "tokens": tokens, "answer": answer, "ends": ends[np.array(told, bool)],
-                "states": [state for state, t in zip(states, told) if t],
-                "test": zlib.crc32(row["source"].encode()) % 10 == 0}
-
     def fits(self, row, stage):
         return stage.commands - stage.spacing < row["lines"] <= stage.commands
 
@@ -1529,7 +1536,7 @@ class Trace:
             with contextlib.suppress(Rejected):
                 row = unroll({"id": "", "code": code, "input": arguments})
                 if self.fits({"lines": len(row["states"])}, stage):
-                    rows.append(self.encode(row))
+                    rows.append(encode_trace(row, self.tokenizer))
         return rows
 
     def batch(self, stage, size, seed, split, t):
@@ -1593,8 +1600,26 @@ def show(task, batch, b):
     return "\n".join(lines)
 
 
+def write_functions(n, seed, out, overwrite):
+    """Write traces of n functions made at random: those of `Trace` without a file, but made once."""
+    rng = random.Random(seed)
+    with new_files(overwrite, out)[0] as file:
+        for i in tqdm(range(n), unit=" functions", disable=None):
+            row = None
+            while row is None:
+                code, arguments = random_function(rng)
+                with contextlib.suppress(Rejected):
+                    row = unroll({"id": f"{seed}/{i}", "code": code, "input": arguments})
+            file.write(json.dumps(row) + "\n")
+    return 0
+
+
 def main_of_files(args):
     """trace, prompts and score."""
+    if args.task == "trace" and args.functions:
+        if not args.out:
+            raise UserError("trace --functions: give --out too")
+        return write_functions(args.functions, args.seed, args.out, args.overwrite)
     needs = {"trace": ["file", "out"], "prompts": ["file", "out"], "score": ["file", "completions"]}
     if args.task not in needs:
         raise UserError(f"--file: only {', '.join(needs)} read one, {args.task} does not")
@@ -1615,6 +1640,7 @@ def main(argv):
     parser = Parser("""Print samples of a task, answers in [brackets], true states beside them; or
 
     trace --file CALLS --out TRACES --allow-exec       unroll functions (CRUXEval, MBPP, {"code", "input"})
+    trace --functions 20000 --out TRACES               unroll functions made at random, to train on
     prompts --file TRACES --out PROMPTS                ask any language model what they do
     score --file TRACES --completions SAID --allow-exec      judge what it said, {"id", "completion"}
 """)
@@ -1631,6 +1657,7 @@ def main(argv):
     parser.add_argument("--samples", type=int, default=2, help="how many [2]")
     parser.add_argument("--seed", type=int, default=0, help="of the random generator, 0 or more [0]")
     parser.add_argument("--trace-file", default="", help="trace: samples from what trace --out wrote")
+    parser.add_argument("--functions", type=int, default=0, help="trace: make so many at random, for --out")
     parser.add_argument("--file", help="of JSON lines, to read")
     parser.add_argument("--completions", help="score: of JSON lines, what a model said")
     parser.add_argument("--out", help="of JSON lines, to write")
@@ -1639,7 +1666,7 @@ def main(argv):
                         "process, limited and watched; this is no sandbox")
     args = parser.parse_args(argv)
     one_of("task", args.task, [*TASKS, "prompts", "score"])
-    if args.file or args.task in ("prompts", "score"):
+    if args.file or args.functions or args.task in ("prompts", "score"):
         return main_of_files(args)
     if args.samples < 1 or args.seed < 0:
         raise UserError("--samples must be 1 or more, --seed 0 or more")

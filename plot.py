@@ -223,7 +223,8 @@ def by_length(runs, value):
 def taught(config):
     """How a run learned, and a line style for it."""
     if config["state_weight"]:
-        return f"states ({config['state_head']}, weight {config['state_weight']:g})".replace("auto, ", ""), "-"
+        head = "" if config["state_head"] == "auto" else f"{config['state_head']}, "
+        return f"states ({head}weight {config['state_weight']:g})", "-"
     return ("curriculum", "--") if config["sample_length"] else ("next token", ":")
 
 
@@ -236,7 +237,7 @@ def samples(groups, at):
         lengths, seen = by_length(runs, lambda r: (r["until"] or r["samples"], r["until"] is None))
         x = np.array(lengths) * 1.015 ** (i - len(groups) / 2)            # side by side
         y = [np.median([traces for traces, _ in seeds]) for seeds in seen]
-        model = ", ".join(x for x in label.split(", ") if not re.match("sample_length|state_(weight|head)", x))
+        model = re.sub(r", (sample_length|state_weight|state_head) [^,]+", "", label)
         how, style = taught(runs[0][0]["config"])
         color = colors.setdefault(model, f"C{len(colors)}")
         [line] = axes.plot(x, y, style, color=color, linewidth=1)

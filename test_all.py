@@ -864,7 +864,7 @@ def test_random_functions_are_unrolled_into_what_python_does(n):
         exec(last, memory)
         lengths[min(len(lines) // 10, 3)] += 1
         kinds.update(word for word in ("if", "else", "for", "while", "break", "continue") if word in code)
-    assert min(lengths[i] for i in range(4)) > n / 20 and min(kinds.values()) > n / 30
+    assert min(lengths[i] for i in range(4)) > n / 30 < min(kinds.values())
 
 
 def test_a_set_has_one_spelling_and_its_order_is_no_state():
@@ -1100,10 +1100,22 @@ def test_functions_for_training_are_not_tested_on_and_batches_are_reproducible(t
     assert 9 <= min(lines) and max(lines) <= 16
 
 
-@pytest.mark.parametrize("stage, said", [("8x8:all", "with a --trace-file"), ("60x60", "up to 51 lines"),
+def test_functions_are_written_once_to_train_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, seed in ("a", 0), ("b", 0), ("c", 1):
+        assert said(capsys, "trace", "--functions", 40, "--seed", seed, "--out", name)[0] == 0
+    a, b, c = ((tmp_path / name).read_text() for name in "abc")
+    assert a == b != c and len(data.read_traces("a")) == 40
+    assert "give --out too" in said(capsys, "trace", "--functions", 40)[2]
+    cfg = train.Config(task="trace", trace_file="a", curriculum="51x51")
+    task, [stage] = train.build_task(cfg)
+    assert task.rows is train.build_task(cfg)[0].rows and len(task.batch(stage, 4, 0, "train", 0).tokens) == 4
+
+
+@pytest.mark.parametrize("stage, why", [("8x8:all", "with a --trace-file"), ("60x60", "up to 51 lines"),
                                          ("8x8:other", "write LxS")])
-def test_a_trace_stage_that_is_none_is_refused(stage, said):
-    with pytest.raises(UserError, match=said):
+def test_a_trace_stage_that_is_none_is_refused(stage, why):
+    with pytest.raises(UserError, match=why):
         parse_stages(stage, data.Trace())
 
 
