@@ -329,18 +329,23 @@ def table(groups, path):
         rows = csv.writer(file)
         evaluated = [row for runs in groups.values() for result, _ in runs for row in result["eval"]]
         more = ["kl", "final_kl", "loss", "floor"] if any("kl" in row for row in evaluated) else []
-        columns = "run seed params samples seconds until commands spacing kind reveal_acc final_acc to_98"
+        columns = "run seed params samples seconds until best commands spacing kind reveal_acc final_acc to_98"
         rows.writerow(columns.split() + more)
         for label, runs in groups.items():
             for result, folder in runs:
                 cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1),
-                        result["until"]]
+                        result["until"], best_held_out(folder)]
                 first = samples_to(0.98, folder)
                 for row in result["eval"]:
                     stage = stage_of(row)
                     score = [round(row[k], 4) for k in ("reveal_acc", "final_acc")]
                     nats = [round(row[k], 5) for k in more if k in row]
                     rows.writerow([label, *cost, *stage, *score, first.get(stage[:2], ""), *nats])
+
+
+def best_held_out(folder):
+    """The highest accuracy on held-out traces while training, at whatever stage; "" if that was never read."""
+    return max((float(row["held_out_acc"]) for row in metrics(folder) if row.get("held_out_acc")), default="")
 
 
 def samples_to(accuracy, folder):
