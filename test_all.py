@@ -2519,6 +2519,14 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path):
             train.main(["--eval", str(path)])
 
 
+def test_runs_have_folders_of_their_own_however_much_is_set():
+    """A name that is too long for a file system ends in a number that depends on all of it."""
+    changed = {f.name: 7 * f.default + 1 for f in dataclasses.fields(train.Config) if f.type is not str}
+    folders = [train.run_folder(train.Config(**{**changed, "seed": seed})).name for seed in (1, 2, 3)]
+    assert len(set(folders)) == 3 and max(map(len, folders)) == 200
+    assert train.run_folder(train.Config(seed=3)).name == "deltanet-repl-seed=3"
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nowhere"):

@@ -35,6 +35,7 @@ import shlex
 import sys
 import tempfile
 import time
+import zlib
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -232,8 +233,10 @@ def run_folder(cfg):
     for f in fields(Config):
         if f.name not in ["model", "task", *BESIDE_THE_POINT] and getattr(cfg, f.name) != f.default:
             words.append(f"{f.name}={getattr(cfg, f.name)}")
-    name = re.sub(r"[^\w=.+-]+", "_", "-".join(words))[:200] if cfg.name == "auto" else cfg.name
-    return Path(cfg.out) / name
+    name = re.sub(r"[^\w=.+-]+", "_", "-".join(words))
+    if len(name) > 200:                                                  # file systems allow 255
+        name = f"{name[:191]}-{zlib.crc32(name.encode()):08x}"
+    return Path(cfg.out) / (name if cfg.name == "auto" else cfg.name)
 
 
 # ----------------------------------------------------------------------------------------------------------
