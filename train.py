@@ -331,12 +331,14 @@ def stage_of(row):
 
 def show_eval(row, task, stages):
     L, S, kind = stage = stage_of(row)
-    trained = "trained here" if stage in stages else "never seen"
+    inside = any(s.commands - s.spacing <= L - S and L <= s.commands for s in stages)  # lengths, see Trace
+    trained = "trained here" if stage in stages or task.whole and inside else "never seen"
     if "kl" in row:
         return (f"eval    {L} lines, prints {kind or 'random'}, 1 in {S}: KL {row['kl']:.4f} nats an answer "
                 f"(the last {row['final_kl']:.4f}); loss {row['loss']:.3f}, the floor {row['floor']:.3f}")
     if task.whole:
-        return f"eval    {L} lines: {row['reveal_acc']:.2%} right (chance {task.chance:.1%}; {trained})"
+        lines = L if S == 1 else f"{L - S + 1} to {L}"
+        return f"eval    {lines} lines: {row['reveal_acc']:.2%} right (chance {task.chance:.1%}; {trained})"
     return (f"eval    {L} commands, spacing {S}: {row['reveal_acc']:.2%} right, the last "
             f"{row['final_acc']:.2%} (chance {task.chance:.1%}; {trained})")
 
