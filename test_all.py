@@ -2726,6 +2726,8 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(Repl, "beyond", lambda self, last: [Stage(128, 16)])
     monkeypatch.setattr(data.Hidden, "beyond", lambda self, last: [Stage(32, 2), Stage(32, 2, "forced")])
     monkeypatch.setattr(data.Trace, "beyond", lambda self, last: [Stage(16, 8)])
+    chosen = data.Trace.chosen
+    monkeypatch.setattr(data.Trace, "chosen", lambda self, *which: chosen(self, *which) or self.rows[:2])
     rng = random.Random(0)                                                # what a user would bring
     calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(200)]
     Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))
@@ -2748,6 +2750,8 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     assert {words[0] for words in commands} == set(files)
     for name, *args in commands:
         args = [word for arg in args for word in (sorted(glob.glob(arg)) or [arg])]  # as a shell does
+        if "--functions" in args:
+            args[args.index("--functions") + 1] = "100"
         for flag, most in (("--seed", 2), ("--learning-rate", 1), ("--model", 2 if "--seed" in args else 99)):
             for i in (i for i, arg in enumerate(args) if arg == flag):
                 args[i + 1] = ",".join(args[i + 1].split(",")[:most])
