@@ -78,7 +78,7 @@ class Config:
     # the loss
     reveal_weight: float = 1.0     # on revealed values, one token in 85 at 64x8; 0 is plain next-token loss
     state_weight: float = 1.0      # on the state head; 0 is no state supervision (pfsa: exact beliefs)
-    state_layer: int = 0           # the state head reads after so many blocks; 0: after all, as in P2
+    state_layer: int = 0           # the state head reads after so many blocks; 0: after all of them
     state_head: str = "auto"       # linear, transformer or contrastive; auto: linear if states have slots
     # the optimiser, AdamW
     batch_size: int = 16           # traces a step; small, as the first stage takes many steps, not much data
