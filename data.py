@@ -44,7 +44,7 @@ import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1451,6 +1451,14 @@ def random_function(rng):
             ", ".join(value(kind) for kind, _ in given))
 
 
+def random_rows(rng):
+    """Rows of functions made at random, as of a file, without end."""
+    for number in count():
+        code, arguments = random_function(rng)
+        with contextlib.suppress(Rejected):
+            yield unroll({"id": f"random {number}", "code": code, "input": arguments})
+
+
 def encode_trace(row, tokenizer):
     """A row of a trace file -> its number of lines; tokens (T,), answer (T,) bool; tokens at which a line
     ends, and the state's text there, each a list; whether it is for testing."""
@@ -1519,25 +1527,17 @@ class Trace:
         rows = self.rows or self.make(Stage(24, 24), random.Random(0), 256)
         return Counter(tuple(row["tokens"][row["answer"]]) for row in rows).most_common(1)[0][1] / len(rows)
 
-    def fits(self, row, stage):
-        return stage.commands - stage.spacing < row["lines"] <= stage.commands
-
     @functools.cache
     def chosen(self, stage, split):
         """The file's traces of a stage and a split."""
-        return [row for row in self.rows if self.fits(row, stage) and
-                (stage.kind == "all" or row["test"] == (split == "test"))]
+        return [row for row in self.rows if stage.commands - stage.spacing < row["lines"] <= stage.commands
+                and (stage.kind == "all" or row["test"] == (split == "test"))]
 
     def make(self, stage, rng, size):
         """Traces of new functions."""
-        rows = []
-        while len(rows) < size:
-            code, arguments = random_function(rng)
-            with contextlib.suppress(Rejected):
-                row = unroll({"id": "", "code": code, "input": arguments})
-                if self.fits({"lines": len(row["states"])}, stage):
-                    rows.append(encode_trace(row, self.tokenizer))
-        return rows
+        fits = range(stage.commands - stage.spacing + 1, stage.commands + 1)
+        rows = (row for row in random_rows(rng) if len(row["states"]) in fits)
+        return [encode_trace(row, self.tokenizer) for row in islice(rows, size)]
 
     def batch(self, stage, size, seed, split, t):
         """Batch number t: `size` traces of a stage, of the "train" or the "test" stream of a seed. To test, a
@@ -1602,14 +1602,9 @@ def show(task, batch, b):
 
 def write_functions(n, seed, out, overwrite):
     """Write traces of n functions made at random: those of `Trace` without a file, but made once."""
-    rng = random.Random(seed)
     with new_files(overwrite, out)[0] as file:
-        for i in tqdm(range(n), unit=" functions", disable=None):
-            row = None
-            while row is None:
-                code, arguments = random_function(rng)
-                with contextlib.suppress(Rejected):
-                    row = unroll({"id": f"{seed}/{i}", "code": code, "input": arguments})
+        rows = islice(random_rows(random.Random(seed)), n)
+        for row in tqdm(rows, total=n, unit=" functions", disable=None):
             file.write(json.dumps(row) + "\n")
     return 0
 

@@ -329,7 +329,8 @@ def table(groups, path):
         rows = csv.writer(file)
         evaluated = [row for runs in groups.values() for result, _ in runs for row in result["eval"]]
         more = ["kl", "final_kl", "loss", "floor"] if any("kl" in row for row in evaluated) else []
-        columns = "run seed params samples seconds until best commands spacing kind reveal_acc final_acc to_98"
+        columns = """run seed params samples seconds until best commands spacing kind reveal_acc final_acc
+                     to_98"""
         rows.writerow(columns.split() + more)
         for label, runs in groups.items():
             for result, folder in runs:
@@ -344,7 +345,7 @@ def table(groups, path):
 
 
 def best_held_out(folder):
-    """The highest accuracy on held-out traces while training, at whatever stage; "" if that was never read."""
+    """The highest accuracy on held-out traces while training, at whatever stage, "" if none was read."""
     return max((float(row["held_out_acc"]) for row in metrics(folder) if row.get("held_out_acc")), default="")
 
 

@@ -822,14 +822,8 @@ def test_what_stands_around_a_function_is_kept_and_its_arguments_are_bound(code,
 
 def functions_at_random(n):
     """-> n rows of traces, each with the function and its arguments as they were made."""
-    rng, rows = random.Random(0), []
-    while len(rows) < n:
-        code, arguments = data.random_function(rng)
-        try:
-            rows.append((data.unroll({"id": len(rows), "code": code, "input": arguments}), code, arguments))
-        except data.Rejected:
-            pass
-    return rows
+    return [(row, row["source"].rstrip("\n"), row["call"][2:-1])
+            for row in itertools.islice(data.random_rows(random.Random(0)), n)]
 
 
 @pytest.mark.parametrize("n", [1000, pytest.param(5000, marks=slow)])
