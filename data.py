@@ -1182,7 +1182,7 @@ class Child:
 
     def __init__(self, hash_seed):
         if not resource:
-            raise UserError("this system cannot limit a process: trace and score need Linux or macOS")
+            raise UserError("this system cannot limit a process: trace and score need a Unix")
         self.hash_seed, self.process = hash_seed, None
 
     def ask(self, do, with_, seconds=3):
