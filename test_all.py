@@ -1248,7 +1248,7 @@ def test_a_scan_may_be_split_anywhere():
         assert torch.allclose(S, last, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
 def test_65536_reflections_keep_the_state(dtype):
     """Eigenvalue -1, one key, over and over: parity, for 32 keys. In bf16 they are not even of unit length.
     With a rounded 2 / |k|^2 in place of A's division, every seventh key is off by up to 5e-3."""
@@ -2694,7 +2694,7 @@ def test_relabelled_traces_run_as_python_says():
 
 def small_config():
     """Config with defaults so small that a README command runs in a second."""
-    changes = dict(warmup=8, cooldown=8, batch_size=4, max_samples=16, d_model=16)
+    changes = dict(warmup=4, cooldown=4, batch_size=4, max_samples=8, d_model=16)
     kinds = [(f.name, f.type, changes.get(f.name, f.default)) for f in dataclasses.fields(train.Config)]
     return dataclasses.make_dataclass("Config", kinds)
 
@@ -2723,11 +2723,11 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     chosen = data.Trace.chosen
     monkeypatch.setattr(data.Trace, "chosen", lambda self, *which: chosen(self, *which) or self.rows[:2])
     rng = random.Random(0)                                                # what a user would bring
-    calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(200)]
+    calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(60)]
     Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))
     Path("said.jsonl").write_text('{"id": "call_0/output/trace", "completion": "1"}')
     monkeypatch.setattr(sys, "stdin", io.StringIO("print('a', a)\n"))
-    monkeypatch.setattr(train, "total_samples", lambda cfg, stages: 16)
+    monkeypatch.setattr(train, "total_samples", lambda cfg, stages: 8)
     honest = train.evaluate
     few = lambda cfg, *rest: honest(dataclasses.replace(cfg, eval_samples=2), *rest)
     monkeypatch.setattr(train, "evaluate", few)
@@ -2746,11 +2746,11 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
         args = [word for arg in args for word in (sorted(glob.glob(arg)) or [arg])]  # as a shell does
         if "--functions" in args:
             args[args.index("--functions") + 1] = "100"
-        models = 2 if "--seed" in args or "pfsa" not in args else 99      # pfsa: some are evaluated later
-        for flag, most in (("--seed", 2), ("--learning-rate", 1), ("--model", models), ("--curriculum", 2)):
+        trained = 2 if "--seed" in args or "pfsa" not in args else 99     # pfsa: some are evaluated later
+        for flag, most in (("--seed", 2), ("--learning-rate", 1), ("--model", trained), ("--curriculum", 2)):
             for i in (i for i, arg in enumerate(args) if arg == flag):
                 args[i + 1] = ",".join(args[i + 1].split(",")[:most])
-        for flag in ("--warmup", "--cooldown"):                           # too long for 16 traces
+        for flag in ("--warmup", "--cooldown"):                           # too long for 8 traces
             if flag in args:
                 del args[args.index(flag):args.index(flag) + 2]
         if args == ["--help"]:
