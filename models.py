@@ -31,7 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data import PAD
+from data import PAD, UserError
 from kernels import decay_scan, delta_rule, median_ms
 
 
@@ -388,6 +388,51 @@ def init_weights(model):
             if name.endswith(("mixer.out.weight", "mlp.down.weight")):
                 std /= math.sqrt(2 * len(model.blocks))
             nn.init.normal_(p, std=std)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Why it works: the same model, its weights written by hand
+
+def by_hand(task, places=2):
+    """-> an LM of one DeltaNet layer that executes swaps, its weights written down, nothing trained. Give a
+    data.Repl of swaps, else UserError. It knows what a print shows; what else may follow a token it does not.
+
+    Rows of the state are variables, columns digits. A key is what stands here minus what stood two tokens
+    ago. So at the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c change places. At
+    the digit of "a = 5" it is -e_a, and beta = 1 writes. Elsewhere beta is 0, or the key: names cancel
+    ("c = c", "c', c"), or a line's end two or three tokens ago, or " = " three ago, push it so far down that
+    SiLU makes it 0. Each variable has two rows alike, for keys of +-1/2: fp32 holds those, and not 1/sqrt(2).
+    With one (places=1) a swap is right to a rounding, and roundings add up."""
+    if getattr(task, "moves", None) != "swap":
+        raise UserError("by_hand: give a data.Repl with moves='swap'")
+    n, D, near, far = task.n_vars, 32, 2.0 ** -30, 2.0 ** 10              # SiLU(x) is x / 2 for so small x
+    cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, beta_max=2.0,
+                          state_head="linear", state_layer=0)
+    lm = LM(cfg, len(task.tokenizer), n_slots=0, n_classes=0).requires_grad_(False)
+    for p in lm.parameters():
+        p.fill_(p.dim() == 1 and len(p) == D)                             # norms are 1, all else is 0
+    mixer, i = lm.blocks[0].mixer, torch.arange(n)
+    names, digits, [line_end, equals] = ord("a") + i, ord("1") + i, task.tokenizer.encode("\n = ")
+    other, name, digit = 0, 1 + i, 1 + n + i                              # what each entry of x stands for
+    lm.embed.weight[:, other] = 1
+    lm.embed.weight[names] = F.one_hot(name, D).float()
+    lm.embed.weight[digits] = F.one_hot(digit, D).float()
+    lm.embed.weight[[line_end, equals]] = F.one_hot(torch.tensor([D - 2, D - 1]), D).float()
+
+    q, k, v = mixer.qkv.weight.split(D)                                   # (D, D) each: into, from
+    for place in range(places):
+        q[n * place + i, name] = k[n * place + i, name] = near
+    k[:n * places, D - 2:] = far                                          # the line's end and ' = '
+    v[i, digit] = 1
+    q, k, v = mixer.conv.weight.split(D, 1)                               # (4, D): three tokens ago ... now
+    q[2] = v[3] = k[3] = 1
+    k[:2] = -1
+    mixer.to_beta.weight[:] = -far                                        # sigmoid: 0, to the last bit
+    mixer.to_beta.weight[0, name] = far                                   # 1: a beta of 2
+    mixer.to_beta.weight[0, digit] = 0                                    # 1/2: a beta of 1
+    mixer.out.weight[digit, i] = -1                                       # the key was -e_a
+    lm.head.weight[digits, digit] = 8
+    return lm
 
 
 # ----------------------------------------------------------------------------------------------------------

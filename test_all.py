@@ -5,6 +5,7 @@ a float64 loop, brute force, a real Python interpreter, finite differences, a ki
     python -m pytest -q test_all.py              about four minutes on two cores
     python -m pytest -q -m slow test_all.py      nine minutes more
 """
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -2003,6 +2004,63 @@ def test_params_are_met_within_ten_percent_whatever_the_model(model):
     cfg = train.Config(model=model, n_layer=2, n_head=2, params=150000)
     task, _ = train.build_task(cfg)
     assert abs(train.count(train.build_model(cfg, task, "cpu")) / 150000 - 1) <= 0.1
+
+
+def by_hand_against_python(n_vars, places, stage):
+    """Run by_hand in segments of 2,048 tokens, and its text by exec. -> which prints it gets right (bool), the
+    rows of its state before the last print, and what they should be, by those after the assignments."""
+    task = Repl(n_vars)
+    lm, batch = models.by_hand(task, places), task.batch(stage, 1, 0, "test", 0)
+    [text] = texts(task, batch)
+    code = [line[4:] for line in text.splitlines() if line.startswith(">>> ")]
+    scope, out = {}, io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec("\n".join(code[:n_vars]), scope)
+        first = [scope[chr(ord("a") + i)] for i in range(n_vars)]
+        exec("\n".join(code[n_vars:]), scope)
+    last = [scope[chr(ord("a") + i)] for i in range(n_vars)]
+    _, start = lm(batch.tokens[:, :5 * n_vars])                           # ">>> ", "a", " = ", "5", "\n"
+    state, said = None, []
+    for part in (batch.tokens[:, :-10], batch.tokens[:, -10:]):           # a print is 10 tokens
+        end = state
+        for tokens in part.split(2048, 1):
+            hidden, state = lm(tokens, state)
+            said.append(lm.head(hidden).argmax(-1))
+    said = task.tokenizer.decode(torch.cat(said, 1)[batch.answer.roll(-1, 1)].tolist())
+    now = end[0][1][0, 0, :n_vars * places].unflatten(0, (places, n_vars))
+    then = start[0][1][0, 0, :n_vars * places].unflatten(0, (places, n_vars))
+    right = [a == line[2] for a, line in zip(said, out.getvalue().splitlines(), strict=True)]
+    return right, now, then[:, [first.index(x) for x in last]]
+
+
+@pytest.mark.parametrize("n_vars", [2, 5, 9])
+def test_a_deltanet_written_by_hand_swaps_bit_for_bit(n_vars):
+    right, now, should = by_hand_against_python(n_vars, 2, Stage(1000, 1000))
+    assert right == [True] and torch.equal(now, should) and now.abs().max() > 1
+
+
+def test_with_one_row_a_variable_it_swaps_to_a_rounding():
+    right, now, should = by_hand_against_python(5, 1, Stage(1000, 1000))
+    assert right == [True] and 0 < (now - should).abs().max() < 1e-3 * now.abs().max()
+
+
+def test_by_hand_every_print_is_right_and_writes_again():
+    right, _, _ = by_hand_against_python(5, 2, Stage(600, 2))
+    assert len(right) == 300 and all(right)
+
+
+@slow
+def test_by_hand_100_000_commands_without_an_error():
+    right, now, should = by_hand_against_python(5, 2, Stage(100_000, 100_000))
+    assert right == [True] and torch.equal(now, should)
+    right, _, _ = by_hand_against_python(5, 2, Stage(100_000, 1000))
+    assert len(right) == 100 and all(right)
+
+
+def test_by_hand_needs_swaps():
+    for task in (Repl(5, "perm"), Group("S5")):
+        with pytest.raises(UserError, match="moves='swap'"):
+            models.by_hand(task)
 
 
 # ----------------------------------------------------------------------------------------------------------
