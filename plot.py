@@ -5,6 +5,8 @@ The figures, one function each, from the files that runs leave behind.
     python plot.py positions out/deltanet-repl* --at 128x16    accuracy at each reveal of a trace (P1 Fig. 4)
     python plot.py final out/deltanet-repl*                    at the last, by length and spacing (the same)
     python plot.py scores out/deltanet-repl*                   a row a model, a column an evaluated stage
+    python plot.py ladder out/*-group-*                        a row a model, a column a group
+    python plot.py spacing out/*                               accuracy by how sparse reveals are (P1 Fig. 3)
     python plot.py drift out/deltanet-repl --at 512x512        why a model loses track, suspect by suspect
     python plot.py nats out/deltanet-pfsa*                     hidden branches: KL to the exact odds
     python plot.py filters                                     where linear filters die (P1 Figs. 9 and 10)
@@ -13,16 +15,21 @@ The figures, one function each, from the files that runs leave behind.
     python plot.py lengths traces.jsonl                        how long traces of functions are (P2 Fig. 1)
     python plot.py table out/deltanet-repl*                    the numbers, as CSV
 
-Runs that differ only in their seed become one line, the median, in a band from the worst to the best. With
---best learning_rate (any setting), only its best value is kept of runs that are otherwise alike. A figure of
-another kind is ten more lines: read what you need into {label: [(x, y) of each seed, ...]}, call `lines`.
+    python plot.py --all                                       the README's figures again, from assets/*.csv
 
-P1 is arXiv 2602.14814. Not here: training. All but `drift`, `filters` and `lengths` read metrics.csv and
-result.json.
+Runs that differ only in their seed become one line, the median, in a band from the worst to the best. With
+--best learning_rate (any setting), only its best value is kept of runs that are otherwise alike. Instead of
+folders of runs, give a CSV that `table` has made of them; what `drift` and `lengths` measure is a CSV, too,
+if --save says so. A figure of another kind is ten more lines: read what you need into {label: [(x, y) of each
+seed, ...]}, call `lines`.
+
+P1 is arXiv 2602.14814. Not here: training.
 """
 import csv
 import json
 import re
+import shlex
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -34,10 +41,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+plt.rcParams["axes.prop_cycle"] = plt.cycler(                             # lines differ in grey, too
+    color=[*plt.get_cmap("tab10").colors, "black", "gray"], linestyle=["-", "--", "-.", ":"] * 3,
+    marker=list("os^vDPX*<>hd"))
+
 import pfsa
-from data import Arith, Parser, Stage, UserError, one_of, parse_stages, read_traces, start
+from data import Arith, Group, Parser, Stage, UserError, one_of, parse_stages, read_traces, start
 from models import DeltaNet, GatedDeltaNet
-from train import load_model, stage_of
+from train import BESIDE_THE_POINT, Config, flag, load_model, parse, stage_of
 
 
 def lines(curves, x_label, y_label, title, chance=None, axes=None):
@@ -47,11 +58,11 @@ def lines(curves, x_label, y_label, title, chance=None, axes=None):
     many = len(curves) > 5
     if axes is None:
         _, axes = plt.subplots(figsize=(10 if many else 7, 4), layout="constrained")
-    axes.set_prop_cycle(color=plt.get_cmap("tab20" if len(curves) > 10 else "tab10").colors)
     for label, seeds in curves.items():
         x = max((x for x, _ in seeds), key=lambda x: x[-1])
         y = np.array([np.interp(x, *seed) for seed in seeds])             # (seeds, points)
-        [line] = axes.plot(x, np.median(y, 0), label=f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})")
+        [line] = axes.plot(x, np.median(y, 0), markevery=0.1,
+                           label=f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})")
         axes.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
     if chance is not None:
         axes.axhline(chance, color="gray", linestyle=":", linewidth=1)
@@ -79,18 +90,16 @@ def tiles(axes, cells, rows, columns):
     axes.set_yticks(range(len(rows)), rows)
 
 
-def load(folders, best, over=()):
-    """-> {label: [(result, folder), ...]}: finished runs, grouped by all settings but the seed and those in
-    `over`, labelled by those that are not what most runs have. Of runs that otherwise differ in the setting
-    `best` only, those are kept whose value gave the first seed the highest mean accuracy over all that was
-    evaluated, or, of hidden branches, the lowest mean KL at prints of the kind that was trained."""
+def load(paths, best, over=()):
+    """-> {label: [(result, path), ...]}: the finished runs of folders and of CSVs made by `table`, grouped by
+    all settings but the seed and those in `over`, labelled by those that are not what most runs have. Of runs
+    that otherwise differ in the setting `best` only, those are kept whose value gave the first seed the
+    highest mean accuracy over all that was evaluated, or, of hidden branches, the lowest mean KL at prints of
+    the kind that was trained."""
     runs = []
-    for folder in map(Path, folders):
-        try:
-            runs.append((json.loads((folder / "result.json").read_text()), folder))
-        except (OSError, ValueError):
-            raise UserError(f"{folder} holds no result.json: give folders of runs that train.py has finished")
-    aside = ("seed", "out", "name", "device", "save_every", best, *over)
+    for path in map(Path, paths):
+        runs += from_table(path) if path.suffix == ".csv" else [from_folder(path)]
+    aside = ("seed", *BESIDE_THE_POINT, best, *over)
     configs = [{k: v for k, v in result["config"].items() if k not in aside} for result, _ in runs]
     if best and best not in runs[0][0]["config"]:
         raise UserError(f"--best {best}: no setting of these runs; choose one of " + ", ".join(configs[0]))
@@ -103,9 +112,47 @@ def load(folders, best, over=()):
     return {label: best_of(runs, best) if best else runs for label, runs in groups.items()}
 
 
+def from_folder(folder):
+    """-> (what train.py left of a run, its folder)."""
+    try:
+        result = json.loads((folder / "result.json").read_text())
+        return {**result, "best": best_held_out(folder), "to_98": samples_to(0.98, folder)}, folder
+    except (OSError, ValueError):
+        raise UserError(f"{folder} holds no result.json: give folders of runs that train.py has finished")
+
+
+def from_table(path):
+    """-> [(result, path), ...], one of each run in a CSV of `table`."""
+    runs = {}
+    for row in read_csv(path, "command"):
+        [config], _, _ = parse(shlex.split(row["command"]))
+        stage = Stage(int(row["commands"]), int(row["spacing"]), row["kind"])
+        cost = {k: float(row[k]) if row[k] else None for k in COST}
+        result = runs.setdefault(row["command"], {"config": asdict(config), "seed": config.seed, **cost,
+                                                  "eval": [], "to_98": {}})
+        score = {k: float(row[k]) for k in SCORE + NATS if row.get(k)}
+        by_reveal = [float(x) for x in row["by_reveal"].split()]
+        result["eval"].append({**stage._asdict(), **score, "by_reveal": by_reveal})
+        if row["to_98"]:
+            result["to_98"][stage[:2]] = int(row["to_98"])
+    return [(result, path) for result in runs.values()]
+
+
+def read_csv(path, column):
+    """-> the rows of a CSV that has such a column, as dicts of strings."""
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})")
+    if not rows or column not in rows[0]:
+        raise UserError(f"{path} has no column {column}: give a CSV that plot.py has made for this figure")
+    return rows
+
+
 def best_of(runs, best):
-    """Of runs alike but for the seed and the setting `best`, those with its best value (of two, that with
-    more runs)."""
+    """Of runs alike but for the seed and the setting `best`, those with its best value (of two as good, that
+    with more runs)."""
     by_value = {}
     for run in runs:
         by_value.setdefault(run[0]["config"][best], []).append(run)
@@ -113,7 +160,8 @@ def best_of(runs, best):
     def score(runs):
         first = min((result for result, _ in runs), key=lambda result: result["seed"])
         rows = [row for row in first["eval"] if row["kind"] == first["eval"][0]["kind"]]
-        return np.mean([-row["kl"] if "kl" in row else row["reveal_acc"] for row in rows]), len(runs)
+        mean = np.mean([-row["kl"] if "kl" in row else row["reveal_acc"] for row in rows])
+        return round(mean, 3), len(runs)
     return max(by_value.values(), key=score)
 
 
@@ -144,7 +192,7 @@ def positions(groups, at):
     curves = {}
     for label, runs in groups.items():
         for result, folder in runs:
-            found = {str(stage_of(row)): row["by_reveal"] for row in result["eval"]}
+            found = {str(stage_of(row)): row["by_reveal"] for row in result["eval"] if row["by_reveal"]}
             one_of(f"--at, in {folder}:", at, found)
             y = np.array(found[at])
             curves.setdefault(label, []).append((np.arange(1, len(y) + 1), y))
@@ -156,18 +204,53 @@ def positions(groups, at):
 
 def scores(groups, at):
     """Reveal accuracy at every evaluated stage, a row per model: the comparison as one picture."""
-    cells, columns = {}, []
+    cells = {}
     for label, runs in groups.items():
         for result, _ in runs:
             for row in result["eval"]:
-                columns.append(str(stage_of(row)))
-                cells.setdefault((label, columns[-1]), []).append(row["reveal_acc"])
-    columns = list(dict.fromkeys(columns))
-    rows = sorted(groups, key=lambda row: -sum(np.median(cells.get((row, c), 0)) for c in columns))
-    size = 4 + 0.8 * len(columns), 1 + 0.45 * len(groups)
+                cells.setdefault((label, str(stage_of(row))), []).append(row["reveal_acc"])
+    chance = chance_of(groups)
+    title = "Reveal accuracy in %, median and range over seeds" + (f"; chance {chance:.0%}" if chance else "")
+    return models_by(cells, "commands x spacing", title)
+
+
+def ladder(groups, at):
+    """Word problems: accuracy at the longest words that were evaluated, a row per model, a column per group;
+    groups by how many models climb them."""
+    cells, chance = {}, {}
+    for label, runs in groups.items():
+        for result, _ in runs:
+            group, last = result["config"]["group"], max(result["eval"], key=lambda row: row["commands"])
+            chance[group] = f"{group}\n({100 * Group(group).chance:.2g})"
+            cells.setdefault((label, chance[group]), []).append(last["reveal_acc"])
+    return models_by(cells, "group (and chance, %)",
+                     f"Words of {last['commands']}: accuracy in %, median and range over seeds")
+
+
+def models_by(cells, x_label, title):
+    """-> `tiles` as a figure, best rows and columns first."""
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells))
+    rows.sort(key=lambda row: -sum(np.median(cells.get((row, c), 0)) for c in columns))
+    size = 4 + 0.8 * len(columns), 1 + 0.45 * len(rows)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     tiles(axes, cells, rows, columns)
-    axes.set(xlabel="commands x spacing", title="Reveal accuracy in %, median and range over seeds")
+    axes.set(xlabel=x_label, ylabel="model", title=title)
+    return figure
+
+
+def spacing(groups, at):
+    """Accuracy where a model was trained, at the last stage of its curriculum, over the commands between two
+    reveals there (P1 Fig. 3, from scratch)."""
+    curves = {}
+    for label, runs in groups.items():
+        seeds = {}
+        for result, _ in runs:
+            row = result["eval"][0]
+            seeds.setdefault(result["seed"], []).append((row["spacing"], row["reveal_acc"]))
+        curves[label] = [tuple(np.array(sorted(found)).T) for found in seeds.values()]
+    figure = lines(curves, "commands from one reveal to the next, in training and test",
+                   "accuracy on held-out traces", "How sparse may reveals be?", chance_of(groups))
+    figure.axes[0].set_xscale("log", base=2)
     return figure
 
 
@@ -188,8 +271,8 @@ def final(groups, at):
 
 def nats(groups, at):
     """Hidden branches: KL from the exact odds of an answer to the model's, over the length of traces, a panel
-    per kind of prints."""
-    kinds = {}                                                            # {kind: {label: [(x, y), ...]}}
+    per kind of prints. Chance is who finds all values of an answer equally likely."""
+    kinds, blind = {}, {}                                                 # {kind: {label: [(x, y), ...]}}
     for label, runs in groups.items():
         for result, folder in runs:
             if "kl" not in result["eval"][0]:
@@ -197,11 +280,13 @@ def nats(groups, at):
             for kind in dict.fromkeys(row["kind"] for row in result["eval"]):
                 found = sorted((row["commands"], row["kl"]) for row in result["eval"] if row["kind"] == kind)
                 kinds.setdefault(kind, {}).setdefault(label, []).append(tuple(np.array(found).T))
+                floor = np.mean([row["floor"] for row in result["eval"] if row["kind"] == kind])
+                blind[kind] = np.log(result["config"]["n_vars"]) - floor
     figure, [panels] = plt.subplots(1, len(kinds), figsize=(2 + 5 * len(kinds), 4), layout="constrained",
                                     sharey=True, squeeze=False)
     for axes, (kind, curves) in zip(panels, kinds.items()):
         lines(curves, "lines of code", "KL to the exact odds, nats an answer", f"prints: {kind or 'random'}",
-              axes=axes)
+              blind[kind], axes)
         axes.set(xscale="log", yscale="log")
         lengths = sorted({x for seeds in curves.values() for xs, _ in seeds for x in xs.astype(int).tolist()})
         axes.set_xticks(lengths, lengths)
@@ -230,23 +315,21 @@ def taught(config):
 
 def samples(groups, at):
     """Traces until held-out programs were all right, twice (train.py --until), over their length (P2 Fig. 5).
-    Median and range of the seeds; hollow, pointing up: most seeds saw so many traces and were not there."""
+    Median and range of the seeds; hollow: most seeds saw so many traces and were not there."""
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    colors = {}
+    looks, free = {}, iter(plt.rcParams["axes.prop_cycle"])
     for i, (label, runs) in enumerate(groups.items()):
         lengths, seen = by_length(runs, lambda r: (r["until"] or r["samples"], r["until"] is None))
         x = np.array(lengths) * 1.015 ** (i - len(groups) / 2)            # side by side
         y = [np.median([traces for traces, _ in seeds]) for seeds in seen]
         model = re.sub(r", (sample_length|state_weight|state_head) [^,]+", "", label)
         how, style = taught(runs[0][0]["config"])
-        color = colors.setdefault(model, f"C{len(colors)}")
-        [line] = axes.plot(x, y, style, color=color, linewidth=1)
+        look = {**(looks.get(model) or looks.setdefault(model, next(free))), "linestyle": style}
+        axes.plot(x, y, **look, linewidth=1, label=f"{model}: {how}")
         for x, y, seeds in zip(x, y, seen):
-            never = np.mean([failed for _, failed in seeds]) > 0.5
-            look = {"color": line.get_color(), "fillstyle": "none" if never else "full"}
-            axes.plot(x, y, "^" if never else "o", **look)
+            if np.mean([failed for _, failed in seeds]) > 0.5:
+                axes.plot(x, y, **look, markerfacecolor="white")
             axes.vlines(x, *np.percentile([traces for traces, _ in seeds], [0, 100]), color=look["color"])
-        axes.plot([], [], "o" + style, color=color, label=f"{model}: {how}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set(yscale="log", xlabel="lines of a program", ylabel="training traces until all is right",
@@ -276,21 +359,45 @@ def budget(groups, at):
     return figure
 
 
-def lengths(files, at):
+def by_panel(rows):
+    """Rows {"panel", "line", "x", "y"}, as of a CSV -> {panel: {line: (x, y)}}, lists of numbers."""
+    panels = {}
+    for row in rows:
+        x, y = panels.setdefault(row["panel"], {}).setdefault(row["line"], ([], []))
+        x.append(float(row["x"]))
+        y.append(float(row["y"]))
+    return panels
+
+
+def count_lengths(files, at):
+    """Files of traces -> rows {"panel": a file, "x": steps, "y": how many traces of it have so many}."""
+    rows = []
+    for file in files:
+        traces = read_traces(file)
+        functions = len({row["source"] for row in traces})
+        panel = f"{Path(file).stem}: {len(traces):,} traces of {functions:,} functions"
+        steps = np.bincount([row["steps"] for row in traces])
+        rows += [{"panel": panel, "line": "traces", "x": x, "y": y} for x, y in enumerate(steps.tolist())]
+    return rows
+
+
+def lengths(rows):
     """How many traces have how many steps, for each file of traces (P2 Fig. 1)."""
+    files = by_panel(rows)
     figure, [panels] = plt.subplots(1, len(files), figsize=(5 * len(files), 3.5), layout="constrained",
                                     squeeze=False)
-    for axes, file in zip(panels, files):
-        rows = read_traces(file)
-        functions = len({row["source"] for row in rows})
-        axes.hist([row["steps"] for row in rows], bins=range(52), color="tab:blue")
-        axes.set(xlabel="steps of a trace", ylabel="traces",
-                 title=f"{Path(file).stem}: {len(rows):,} traces of {functions:,} functions")
+    for axes, (name, curves) in zip(panels, files.items()):
+        x, y = curves["traces"]
+        axes.bar(x, y, width=1, label="traces")
+        middle = np.median(np.repeat(x, np.array(y, int)))
+        axes.axvline(middle, color="black", linestyle=":", label=f"median, {middle:.0f}")
+        axes.set(xlabel="steps of a trace", ylabel="number of traces", title=name)
+        axes.legend(frameon=False)
         axes.grid(alpha=0.3)
     return figure
 
 
-def filters(groups, at):
+def filters():
     """Left, P1 Fig. 9: the mass of a linear filter over reveals of probability 1/2, in four dtypes. Right, P1
     Fig. 10: an entry of the marginal recurrence, what Sinkhorn makes of it, and the truth. Needs no runs."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -323,30 +430,34 @@ def chance_of(groups):
     return 1 / n_vars.pop() if len(n_vars) == 1 and None not in n_vars else None
 
 
+COST = ["params", "samples", "seconds", "until", "best"]
+SCORE, NATS = ["reveal_acc", "final_acc"], ["kl", "final_kl", "loss", "floor"]
+
+
 def table(groups, path):
-    """Write a CSV with a line per run and evaluated stage."""
+    """Write a CSV with a line per run and evaluated stage: what `load` needs to draw the run again, and the
+    settings that train.py needs to train it again."""
+    runs = [result for runs in groups.values() for result, _ in runs]
+    nats = NATS if any("kl" in row for result in runs for row in result["eval"]) else []
     with open(path, "w", newline="") as file:
-        rows = csv.writer(file)
-        evaluated = [row for runs in groups.values() for result, _ in runs for row in result["eval"]]
-        more = ["kl", "final_kl", "loss", "floor"] if any("kl" in row for row in evaluated) else []
-        columns = """run seed params samples seconds until best commands spacing kind reveal_acc final_acc
-                     to_98"""
-        rows.writerow(columns.split() + more)
-        for label, runs in groups.items():
-            for result, folder in runs:
-                cost = [result["seed"], result["params"], result["samples"], round(result["seconds"], 1),
-                        result["until"], best_held_out(folder)]
-                first = samples_to(0.98, folder)
-                for row in result["eval"]:
-                    stage = stage_of(row)
-                    score = [round(row[k], 4) for k in ("reveal_acc", "final_acc")]
-                    nats = [round(row[k], 5) for k in more if k in row]
-                    rows.writerow([label, *cost, *stage, *score, first.get(stage[:2], ""), *nats])
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow([*COST, *Stage._fields, *SCORE, *nats, "to_98", "by_reveal", "command"])
+        for result in runs:
+            words = [word for name, value in result["config"].items()
+                     if name not in BESIDE_THE_POINT and value != getattr(Config, name)
+                     for word in (flag(name), f"{value:g}" if type(value) is float else str(value))]
+            cost = [x if x is None else f"{x:.7g}" for x in (result[k] for k in COST)]
+            for row in result["eval"]:
+                score = [round(row[k], 5) if k in row else None for k in SCORE + nats]
+                reveals = row["by_reveal"] if len(row["by_reveal"]) <= 16 else []
+                rows.writerow([*cost, *stage_of(row), *score, result["to_98"].get(stage_of(row)[:2]),
+                               " ".join(f"{x:.4g}" for x in reveals), shlex.join(words)])
 
 
 def best_held_out(folder):
-    """The highest accuracy on held-out traces while training, at whatever stage, "" if none was read."""
-    return max((float(row["held_out_acc"]) for row in metrics(folder) if row.get("held_out_acc")), default="")
+    """The highest accuracy on held-out traces while training, at whatever stage, None if none was read."""
+    found = [float(row["held_out_acc"]) for row in metrics(folder) if row.get("held_out_acc")]
+    return max(found, default=None)
 
 
 def samples_to(accuracy, folder):
@@ -426,14 +537,14 @@ def tokens_that_lose(model, n, commands, state, width):
 
 
 @torch.no_grad()
-def drift(groups, at, traces=96):
+def suspects(folders, at, traces=96):
     """Why a model loses track of values seen 8, 16, 32, ... commands ago: accuracy as it is, and with one
     suspect after the other out of the way; the sizes of signal and noise; what each token does to the signal
-    (after 64 commands or the last depth). The numbers are printed, too."""
-    [(_, folder), *more] = [run for runs in groups.values() for run in runs]
-    cfg, task, _, model = load_model(folder, device="cpu", eval_at=at)
+    (after 64 commands or the last depth). -> rows {"panel", "line", "x", "y"}; prints them, too."""
+    cfg, task, _, model = load_model(folders[0], device="cpu", eval_at=at)
     mixers = [block.mixer for block in model.blocks]
-    if more or cfg.task != "repl" or not all(type(mixer) in (DeltaNet, GatedDeltaNet) for mixer in mixers):
+    known = all(type(mixer) in (DeltaNet, GatedDeltaNet) for mixer in mixers)
+    if folders[1:] or cfg.task != "repl" or not known:
         raise UserError("drift: give one run, of deltanet or gated_deltanet on repl")
     [stage], n = parse_stages(at, task), task.n_vars
     if stage.commands < 8:
@@ -482,52 +593,99 @@ def drift(groups, at, traces=96):
     for word, x, b in zip(words, lost.tolist(), beta.tolist()):
         print(f"{word:8s} loses {x:7.3%} of the signal's energy; beta where they meet {b:.3f}")
 
+    right["chance"] = [1 / n] * len(depths)
+    rows = [{"panel": panel, "line": name, "x": x, "y": y}
+            for panel, found in ((f"Suspects removed; reveals: {at}", right), ("What the state holds", size))
+            for name, row in found.items() for x, y in zip(depths, row)]
+    tokens = enumerate(zip(words, lost.tolist(), beta.tolist()), 1)
+    return rows + [{"panel": "Lost at each token of a command", "line": f"{i}: {word}, beta {b:.3f}",
+                    "x": i, "y": 100 * x} for i, (word, x, b) in tokens]
+
+
+def drift(rows):
+    """The figure of `suspects`."""
+    (suspects, right), (holds, sizes), (loses, tokens) = by_panel(rows).items()
     figure, panels = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for axes, rows in zip(panels, (right, size)):
-        for name, row in rows.items():
-            axes.semilogx(depths, row, ".-", label=name, base=2)
-        axes.set_xlabel("commands")
+    for axes, title, curves in zip(panels, (suspects, holds), (right, sizes)):
+        for name, (x, y) in curves.items():
+            axes.plot(x, y, label=name, **({"color": "gray", "marker": ""} if name == "chance" else {}))
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="commands", title=title)
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel="accuracy, asked for all variables", title=f"Suspects removed; reveals: {at}")
-    panels[1].set(ylabel="Frobenius norm of the state's part", ylim=(0, None), title="What the state holds")
-    panels[2].bar(range(len(words)), 100 * lost.numpy(), tick_label=words)
-    panels[2].tick_params("x", rotation=60)
-    panels[2].set(ylabel="% of the signal's energy", title="Lost at each token of a command")
+    panels[0].set(ylabel="accuracy, asked for all variables", ylim=(0, 1.02))
+    panels[1].set(ylabel="Frobenius norm of the state's part", ylim=(0, None))
+    for name, (x, y) in tokens.items():
+        panels[2].bar(x, y, color="C0")
+    panels[2].set_xticks(range(1, len(tokens) + 1), tokens, rotation=60, ha="right")
+    panels[2].set(xlabel="token of a command, and its beta", ylabel="% of the signal's energy", title=loses)
     return figure
 
 
-FIGURES = {f.__name__: f for f in  # f(groups, at)
-           (curve, positions, scores, final, drift, nats, samples, budget, lengths, filters)}
-OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"]}  # not in the labels
+FIGURES = {f.__name__: f for f in   # f(groups, at)
+           (curve, positions, scores, final, ladder, spacing, nats, samples, budget)}
+MEASURED = {"drift": (suspects, drift), "lengths": (count_lengths, lengths)}  # rows = f(paths, at), g(rows)
+OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"],
+        "ladder": ["group"], "spacing": ["curriculum"]}                   # what is not in the labels
+ALL = """
+positions assets/positions.csv --at 128x16 --save assets/contrast.png
+scores assets/contrast.csv --best learning_rate --save assets/scores.png
+final assets/final.csv --save assets/final.png
+spacing assets/spacing.csv --save assets/spacing.png
+ladder assets/ladder.csv --save assets/ladder.png
+drift assets/drift.csv --save assets/drift.png
+filters --save assets/filters.png
+nats assets/belief.csv --best learning_rate --save assets/nats.png
+samples assets/parity.csv --best learning_rate --save assets/samples.png
+lengths assets/lengths.csv --save assets/lengths.png
+""".strip().splitlines()
+
+
+def draw(figure, paths, at, best, save):
+    """Make one figure, or, if `save` ends in .csv, the rows that it is made of."""
+    if figure in MEASURED:
+        measure, figure_of = MEASURED[figure]
+        ready = Path(paths[0]).suffix == ".csv"
+        rows = [row for path in paths for row in read_csv(path, "panel")] if ready else measure(paths, at)
+        if save.suffix != ".csv":
+            return figure_of(rows).savefig(save, dpi=150)
+        with open(save, "w", newline="") as file:
+            lines_of = csv.DictWriter(file, ["panel", "line", "x", "y"], lineterminator="\n")
+            lines_of.writeheader()
+            return lines_of.writerows({**row, "y": f"{row['y']:.6g}"} for row in rows)
+    if figure == "filters":
+        return filters().savefig(save, dpi=150)
+    groups = load(paths, best, OVER.get(figure, ()))
+    return table(groups, save) if figure == "table" else FIGURES[figure](groups, at).savefig(save, dpi=150)
 
 
 def main(argv):
     parser = Parser(__doc__)
-    parser.add_argument("figure", help=", ".join(FIGURES) + " or table")
-    parser.add_argument("runs", nargs="*", help="folders of finished runs; lengths: files of traces")
-    parser.add_argument("--at", default="128x16", help="positions, drift: commands x spacing [128x16]")
+    known = [*FIGURES, *MEASURED, "filters", "table"]
+    parser.add_argument("figure", nargs="?", help=", ".join(known))
+    parser.add_argument("paths", nargs="*", help="folders of finished runs, CSVs; lengths: files of traces")
+    parser.add_argument("--all", action="store_true", help="remake the README's figures from assets/*.csv")
+    parser.add_argument("--at", default="128x16", help="positions, drift, heads: commands x spacing [128x16]")
     parser.add_argument("--best", help="a setting of which only the best value is shown, as learning_rate")
-    parser.add_argument("--save", help="file, .png or .svg, .csv for a table [out/FIGURE.png, out/table.csv]")
+    parser.add_argument("--save", help="file, .png or .svg; .csv for a table, or for what was measured "
+                                       "[out/FIGURE.png, out/table.csv]")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     args = parser.parse_args(argv)
-    one_of("figure", args.figure, [*FIGURES, "table"])
-    endings = (".csv",) if args.figure == "table" else (".png", ".svg")
+    if args.all:
+        for line in ALL:
+            main([*line.split(), "--overwrite"])
+        return 0
+    one_of("figure", args.figure, known)
+    endings = {"table": (".csv",)}.get(args.figure, (".png", ".svg") + (".csv",) * (args.figure in MEASURED))
     path = Path(args.save or f"out/{args.figure}{endings[0]}")
     one_of("--save: the ending", path.suffix, endings)
     if path.exists() and not args.overwrite:
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
-    if not args.runs and args.figure != "filters":
+    if not args.paths and args.figure != "filters":
         raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
-    groups = args.runs
-    if args.runs and args.figure != "lengths":
-        groups = load(args.runs, args.best, OVER.get(args.figure, ()))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if args.figure == "table":
-            table(groups, path)
-        else:
-            FIGURES[args.figure](groups, args.at).savefig(path, dpi=150)
+        draw(args.figure, args.paths, args.at, args.best, path)
     except OSError as error:
         raise UserError(f"{path}: cannot write there ({error.strerror}); choose another --save")
     print(f"saved {path}")

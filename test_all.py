@@ -2007,8 +2007,8 @@ def test_params_are_met_within_ten_percent_whatever_the_model(model):
 
 
 def by_hand_against_python(n_vars, places, stage):
-    """Run by_hand in segments of 2,048 tokens, and its text by exec. -> which prints it gets right (bool), the
-    rows of its state before the last print, and what they should be, by those after the assignments."""
+    """Run by_hand in segments of 2,048 tokens, and its text by exec. -> which prints it gets right (bool),
+    the rows of its state before the last print, and what they should be, by those after the assignments."""
     task = Repl(n_vars)
     lm, batch = models.by_hand(task, places), task.batch(stage, 1, 0, "test", 0)
     [text] = texts(task, batch)
@@ -2636,9 +2636,117 @@ def test_samples_to_perfect_are_drawn_over_the_length_and_hollow_where_most_seed
     groups = plot.load(sorted(tmp_path.iterdir()), None, plot.OVER["samples"])
     assert list(groups) == ["deltanet", "deltanet, state_weight 0"]
     [axes] = plot.samples(groups, None).axes
-    marks = [(line.get_marker(), float(line.get_ydata()[0])) for line in axes.lines
-             if line.get_marker() in "o^" and len(line.get_xdata()) == 1]
-    assert marks == [("o", 300), ("o", 2000), ("^", 9000)]
+    told, untold, hollow = axes.lines
+    assert told.get_ydata().tolist() == [300, 2000] and untold.get_ydata().tolist() == [9000]
+    assert hollow.get_ydata() == [9000] and hollow.get_markerfacecolor() == "white"
+
+
+def test_a_table_draws_what_its_runs_drew(tmp_path):
+    """Runs -> CSV -> runs: the same groups, the same numbers, and a command that means the same settings."""
+    task = ["--task", "pfsa", "--n-vars", "2", "--curriculum", "2x2", "--stage-samples", "64", "--warmup", "0"]
+    small = ["--d-model", "16", "--eval-samples", "4", "--cooldown", "0", "--out", str(tmp_path / "runs")]
+    assert train.main([*task, *small, "--seed", "0,1", "--learning-rate", "1e-3,0.02"]) == 0
+    assert train.main(["--curriculum", "8x1 4x2", "--stage-samples", "64", "--warmup", "0", *small]) == 0
+    folders, path = sorted((tmp_path / "runs").iterdir()), tmp_path / "runs.csv"
+    assert plot.main(["table", *map(str, folders), "--save", str(path)]) == 0
+    before, after = plot.load(folders, None), plot.load([path], None)
+    assert list(before) == list(after) and sum(map(len, after.values())) == 5
+    for runs, same in zip(before.values(), after.values()):
+        for (a, _), (b, _) in zip(runs, same):
+            for name in a["config"].keys() - train.BESIDE_THE_POINT:
+                assert a["config"][name] == b["config"][name]
+            assert [a[k] for k in ("seed", "params", "samples", "until", "best", "to_98")] == [
+                b[k] for k in ("seed", "params", "samples", "until", "best", "to_98")]
+            for x, y in zip(a["eval"], b["eval"]):
+                assert x.keys() == y.keys() and train.stage_of(x) == train.stage_of(y)
+                assert len(x["by_reveal"]) == (len(y["by_reveal"]) or 17)     # more than 16 are left out
+                for k in x.keys() - {"kind"} - (set() if y["by_reveal"] else {"by_reveal"}):
+                    assert np.allclose(x[k], y[k], rtol=1e-3, atol=1e-5)
+    with pytest.raises(UserError, match="no column command"):
+        plot.load([tmp_path / "runs" / folders[0].name / "metrics.csv"], None)
+
+
+def drawn(figure):
+    """All numbers that a figure shows, and its words."""
+    numbers, words = [], []
+    for axes in figure.axes:
+        numbers += [x for line in axes.lines for x in np.ravel(line.get_ydata())]
+        numbers += [bar.get_height() for bar in axes.patches]
+        numbers += [x for image in axes.images for x in np.ravel(image.get_array())]
+        words += [text.get_text() for text in axes.texts] + [axes.get_title()]
+        words += [text.get_text() for text in (axes.get_legend().texts if axes.get_legend() else [])]
+    return numbers, words
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    """Every README figure, remade from a copy of the committed CSVs: {name: Figure}, and the seconds."""
+    here, there, found = os.getcwd(), tmp_path_factory.mktemp("all"), {}
+    (there / "assets").mkdir()
+    for path in (HERE / "assets").glob("*.csv"):
+        (there / "assets" / path.name).write_bytes(path.read_bytes())
+    save, plot.plt.Figure.savefig = plot.plt.Figure.savefig, lambda figure, path, **_: found.update(
+        {Path(path).name: figure})
+    started = time.perf_counter()
+    try:
+        os.chdir(there)
+        assert plot.main(["--all"]) == 0
+    finally:
+        os.chdir(here)
+        plot.plt.Figure.savefig = save
+    return found, time.perf_counter() - started
+
+
+def test_all_remakes_every_figure_of_the_readme_in_a_minute(figures):
+    found, seconds = figures
+    shown = re.findall(r"!\[.+?\]\(assets/(.+?)\)", (HERE / "README.md").read_text())
+    assert sorted(found) == sorted(shown) == sorted(path.name for path in (HERE / "assets").glob("*.png"))
+    assert seconds < 60
+
+
+def test_every_figure_says_what_it_shows_and_reads_in_grey(figures):
+    for name, figure in figures[0].items():
+        for axes in figure.axes:
+            table = bool(axes.images)
+            assert axes.get_xlabel() and axes.get_ylabel() and axes.get_title(), name
+            legend = axes.get_legend() or figure.axes[-1].get_legend()    # the last panel's, for all
+            assert table or legend or len(axes.lines) == 0, name
+            named = [line for line in axes.lines if line.get_label()[0] != "_"]
+            assert len({(line.get_linestyle(), line.get_marker()) for line in named}) == len(named), name
+            for text in axes.texts if table else []:                      # dark on light, light on dark
+                x, y = map(round, text.get_position())
+                shade = axes.images[0].to_rgba(axes.images[0].get_array())[y, x, :3]
+                light = shade @ [0.3, 0.59, 0.11]
+                assert abs(light - (text.get_color() == "white")) > 0.4, (name, text.get_text())
+        words = " ".join([*drawn(figure)[1], *(axes.get_xlabel() for axes in figure.axes)])
+        assert re.search("chance|exact|median|floor|not reached", words), name
+
+
+def test_figures_are_drawn_from_the_numbers_of_their_csv(tmp_path):
+    """Each accuracy and each measured number made 0.1234: now that is what all figures show."""
+    for line in plot.ALL:
+        figure, *rest = line.split()
+        paths = [word for word in rest if word.startswith("assets/") and word.endswith(".csv")]
+        for path in paths:
+            with open(HERE / path, newline="") as file:
+                rows = list(csv.DictReader(file))
+            fake = {"reveal_acc", "final_acc", "kl", "y", "until", "samples"} & set(rows[0])
+            for row in rows:
+                row.update({k: "1234" if k in ("until", "samples") else "0.1234" for k in fake if row[k]})
+                if row.get("by_reveal"):
+                    row["by_reveal"] = " ".join(["0.1234"] * len(row["by_reveal"].split()))
+            with open(tmp_path / "fake.csv", "w", newline="") as file:
+                table = csv.DictWriter(file, rows[0])
+                table.writeheader()
+                table.writerows(rows)
+            options = dict(zip(rest[1::2], rest[2::2]))
+            if figure in plot.MEASURED:
+                numbers, _ = drawn(plot.MEASURED[figure][1](plot.read_csv(tmp_path / "fake.csv", "panel")))
+            else:
+                groups = plot.load([tmp_path / "fake.csv"], options.get("--best"), plot.OVER.get(figure, ()))
+                numbers, _ = drawn(plot.FIGURES[figure](groups, options.get("--at")))
+            same = np.isclose(numbers, 1234) | np.isclose(numbers, 0.1234)
+            assert same.sum() >= 3 and same.mean() > 0.4, (figure, numbers)
 
 
 def test_accuracy_at_a_budget_is_drawn_beside_the_commonest_answer(tmp_path):
@@ -2663,10 +2771,14 @@ def test_lengths_are_counted_in_each_file(tmp_path):
     rows = [row for row, *_ in functions_at_random(50)]
     for name, some in (("one", rows[:20]), ("two", rows[20:])):
         (tmp_path / name).write_text("\n".join(map(json.dumps, some)))
-    figure = plot.lengths([tmp_path / "one", tmp_path / "two"], None)
-    for axes, some in zip(figure.axes, (rows[:20], rows[20:])):
+    counted, figure = tmp_path / "lengths.csv", str(tmp_path / "lengths.png")
+    files = [str(tmp_path / "one"), str(tmp_path / "two")]
+    assert plot.main(["lengths", *files, "--save", str(counted)]) == 0
+    assert plot.main(["lengths", str(counted), "--save", figure]) == 0
+    drawn = plot.lengths(plot.read_csv(counted, "panel"))
+    for axes, some in zip(drawn.axes, (rows[:20], rows[20:])):
         steps = Counter(row["steps"] for row in some)
-        assert [patch.get_height() for patch in axes.patches] == [steps[n] for n in range(51)]
+        assert {bar.get_x() + 0.5: bar.get_height() for bar in axes.patches if bar.get_height()} == steps
     with pytest.raises(UserError, match="no traces; make some"):
         plot.main(["lengths", __file__, "--save", str(tmp_path / "x.png")])
 
@@ -2771,10 +2883,12 @@ def readme_commands():
     return [call[1:] for call in words if call and call[0] == "python" and call[1] != "-m"]
 
 
-def test_every_readme_command_runs(tmp_path, monkeypatch):
-    """In the README's order, in one folder, each with all sizes shrunk."""
+@pytest.mark.parametrize("until", ["drift", pytest.param(None, marks=slow)])
+def test_every_readme_command_runs(until, tmp_path, monkeypatch):
+    """In the README's order, in one folder, each with all sizes shrunk; by default, to the first of `until`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "Config", small_config())
+    for module in (train, plot):
+        monkeypatch.setattr(module, "Config", small_config())
     monkeypatch.setattr(Repl, "beyond", lambda self, last: [Stage(128, 16)])
     monkeypatch.setattr(data.Hidden, "beyond", lambda self, last: [Stage(32, 2), Stage(32, 2, "forced")])
     monkeypatch.setattr(data.Trace, "beyond", lambda self, last: [Stage(16, 8)])
@@ -2794,13 +2908,14 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
         return [Stage(min(L, 128), min(S, 16), moved) for L, S, moved in parse_stages(text, task)]
     monkeypatch.setattr(train, "parse_stages", short)
     monkeypatch.setattr(plot, "parse_stages", short)
-    monkeypatch.setattr(plot.drift, "__defaults__", (8,))                 # traces
+    monkeypatch.setattr(plot.suspects, "__defaults__", (8,))              # traces
     monkeypatch.setattr(kernels, "median_ms", lambda f, runs: (f(), 1.0)[1])
     monkeypatch.setattr(kernels.check, "__defaults__", (16, 16, (17,)))   # K, V, lengths
     commands, modules = readme_commands(), (data, kernels, models, pfsa, plot, train)
     files = {f"{module.__name__}.py": module for module in modules}
     assert {words[0] for words in commands} == set(files)
-    for name, *args in commands:
+    names = [args[0] if args else "" for _, *args in commands]
+    for name, *args in commands[:names.index(until) if until else None]:
         args = [word for arg in args for word in (sorted(glob.glob(arg)) or [arg])]  # as a shell does
         if "--functions" in args:
             args[args.index("--functions") + 1] = "100"
