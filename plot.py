@@ -211,26 +211,30 @@ def scores(groups, at):
                 cells.setdefault((label, str(stage_of(row))), []).append(row["reveal_acc"])
     chance = chance_of(groups)
     title = "Reveal accuracy in %, median and range over seeds" + (f"; chance {chance:.0%}" if chance else "")
-    return models_by(cells, "commands x spacing", title)
+    return models_by(cells, list(dict.fromkeys(column for _, column in cells)), "commands x spacing", title)
 
 
 def ladder(groups, at):
-    """Word problems: accuracy at the longest words that were evaluated, a row per model, a column per group;
-    groups by how many models climb them."""
+    """Word problems: accuracy at the longest words that were evaluated, a row per model, a column per group,
+    those first that most models climb."""
     cells, chance = {}, {}
     for label, runs in groups.items():
         for result, _ in runs:
             group, last = result["config"]["group"], max(result["eval"], key=lambda row: row["commands"])
-            chance[group] = f"{group}\n({100 * Group(group).chance:.2g})"
-            cells.setdefault((label, chance[group]), []).append(last["reveal_acc"])
-    return models_by(cells, "group (and chance, %)",
+            chance[group] = Group(group).chance
+            cells.setdefault((label, f"{group}\n({chance[group]:.1%})"), []).append(last["reveal_acc"])
+    above = {}                                                            # of what there is above chance
+    for (_, column), seeds in cells.items():
+        floor = chance[column.partition("\n")[0]]
+        above[column] = above.get(column, 0) + (np.median(seeds) - floor) / (1 - floor)
+    return models_by(cells, sorted(above, key=above.get, reverse=True), "group (and chance)",
                      f"Words of {last['commands']}: accuracy in %, median and range over seeds")
 
 
-def models_by(cells, x_label, title):
-    """-> `tiles` as a figure, best rows and columns first."""
-    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells))
-    rows.sort(key=lambda row: -sum(np.median(cells.get((row, c), 0)) for c in columns))
+def models_by(cells, columns, x_label, title):
+    """-> `tiles` as a figure, best rows first."""
+    rows = sorted(dict.fromkeys(row for row, _ in cells),
+                  key=lambda row: -sum(np.median(cells.get((row, c), 0)) for c in columns))
     size = 4 + 0.8 * len(columns), 1 + 0.45 * len(rows)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     tiles(axes, cells, rows, columns)
@@ -626,7 +630,7 @@ FIGURES = {f.__name__: f for f in   # f(groups, at)
            (curve, positions, scores, final, ladder, spacing, nats, samples, budget)}
 MEASURED = {"drift": (suspects, drift), "lengths": (count_lengths, lengths)}  # rows = f(paths, at), g(rows)
 OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"],
-        "ladder": ["group"], "spacing": ["curriculum"]}                   # what is not in the labels
+        "ladder": ["group", "learning_rate", "n_head"], "spacing": ["curriculum"]}  # left out of the labels
 ALL = """
 positions assets/positions.csv --at 128x16 --save assets/contrast.png
 scores assets/contrast.csv --best learning_rate --save assets/scores.png
