@@ -2608,10 +2608,10 @@ def test_a_figure_shows_median_and_range_over_seeds():
     assert {(x, y) for x, y in band} >= {(0, 0), (0, 3), (1, 1), (1, 4), (2, 1), (2, 5)}
 
 
-def write_run(folder, accuracy, rows=(), until=None, **settings):
+def write_run(folder, accuracy, spacing=1, rows=(), until=None, **settings):
     """Leave a finished run, as train.py does, without training one."""
     folder.mkdir()
-    row = {"commands": 8, "spacing": 1, "kind": "", "reveal_acc": accuracy, "final_acc": accuracy}
+    row = {"commands": 8, "spacing": spacing, "kind": "", "reveal_acc": accuracy, "final_acc": accuracy}
     result = {"config": dataclasses.asdict(train.Config(**settings)), "seed": settings["seed"], "eval": [row],
               "until": until, "samples": 9000}
     (folder / "result.json").write_text(json.dumps(result))
@@ -2763,6 +2763,26 @@ def test_accuracy_at_a_budget_is_drawn_beside_the_commonest_answer(tmp_path):
         assert 0.01 < commonest.get_ydata().min() and commonest.get_ydata().max() < 0.2
 
 
+def test_the_ladder_has_a_column_a_group_easiest_first(tmp_path):
+    for i, (model, group, seed, right) in enumerate([
+            ("lstm", "S3", 0, 0.9), ("lstm", "S3", 1, 1.0), ("ssm", "S3", 0, 0.2), ("lstm", "Z2", 0, 0.8),
+            ("ssm", "Z2", 0, 1.0), ("ssm", "A5", 0, 0.02)]):
+        write_run(tmp_path / str(i), right, task="group", model=model, group=group, seed=seed)
+    [axes] = plot.ladder(plot.load(sorted(tmp_path.iterdir()), None, plot.OVER["ladder"]), None).axes
+    columns, rows = ([tick.get_text() for tick in axis.get_ticklabels()] for axis in (axes.xaxis, axes.yaxis))
+    assert columns == ["Z2\n(50.0%)", "S3\n(16.7%)", "A5\n(1.7%)"] and rows == ["lstm", "ssm"]
+    assert np.allclose(axes.images[0].get_array().filled(-1), [[0.8, 0.95, -1], [1.0, 0.2, 0.02]])
+
+
+def test_spacing_is_drawn_where_each_run_was_trained(tmp_path):
+    for i, (S, seed, right) in enumerate([(1, 0, 0.9), (4, 0, 0.5), (4, 1, 0.3), (1, 1, 0.7)]):
+        write_run(tmp_path / str(i), right, S, seed=seed, curriculum=f"8x{S}")
+    [axes] = plot.spacing(plot.load(sorted(tmp_path.iterdir()), None, plot.OVER["spacing"]), None).axes
+    model, chance = axes.lines
+    assert model.get_xdata().tolist() == [1, 4] and np.allclose(model.get_ydata(), [0.8, 0.4])
+    assert chance.get_ydata() == [0.2, 0.2]
+
+
 def test_the_commonest_answer_is_counted_from_the_text():
     task = data.Arith(1)
     programs = texts(task, task.batch(Stage(4, 1), 1000, 0, "test", 0))
@@ -2791,7 +2811,7 @@ def test_samples_to_an_accuracy_are_those_of_ten_batches_of_one_stage(tmp_path):
     stages = [(8, 1)] * 20 + [(16, 2)] * 20 + [(32, 4)] * 9
     right = [i >= 4 for i in range(20)] + [i % 9 > 0 for i in range(20)] + [1] * 9
     rows = [(*stage, 16 * (i + 1), float(x)) for i, (stage, x) in enumerate(zip(stages, right))]
-    write_run(tmp_path / "run", 1, rows, seed=0)
+    write_run(tmp_path / "run", 1, rows=rows, seed=0)
     assert plot.samples_to(0.98, tmp_path / "run") == {(8, 1): 16 * 14}
 
 
