@@ -8,6 +8,8 @@ The figures, one function each, from the files that runs leave behind.
     python plot.py ladder out/*-group-*                        a row a model, a column a group
     python plot.py spacing out/*                               accuracy by how sparse reveals are (P1 Fig. 3)
     python plot.py drift out/deltanet-repl --at 512x512        why a model loses track, suspect by suspect
+    python plot.py heads out/deltanet-repl --at 512x4          which head tracks (P1 Figs. 5, 6, 11, 12)
+    python plot.py automaton out/deltanet-repl --at 64x8       is it the group? prints, draws nothing
     python plot.py nats out/deltanet-pfsa*                     hidden branches: KL to the exact odds
     python plot.py filters                                     where linear filters die (P1 Figs. 9 and 10)
     python plot.py samples out/transformer-parity*             traces until all is right (P2 Fig. 5)
@@ -27,10 +29,12 @@ P1 is arXiv 2602.14814. Not here: training.
 """
 import csv
 import json
+import math
 import re
 import shlex
+from collections import Counter
 from dataclasses import asdict
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 
 import matplotlib
@@ -48,7 +52,7 @@ plt.rcParams["axes.prop_cycle"] = plt.cycler(                             # line
 import pfsa
 from data import Arith, Group, Parser, Stage, UserError, one_of, parse_stages, read_traces, start
 from models import DeltaNet, GatedDeltaNet
-from train import BESIDE_THE_POINT, Config, flag, load_model, parse, stage_of
+from train import BESIDE_THE_POINT, Config, evaluate, flag, load_model, parse, read, stage_of
 
 
 def lines(curves, x_label, y_label, title, chance=None, axes=None):
@@ -626,9 +630,157 @@ def drift(rows):
     return figure
 
 
+# ----------------------------------------------------------------------------------------------------------
+# What a model's heads do, and the automaton it has learned
+
+def explained(keys):
+    """Keys (N, K) -> (K,), the share of their variance in the first 1, 2, ... K principal components."""
+    variance = torch.linalg.eigvalsh(keys.T.cov()).flip(0).clamp(min=0)
+    return variance.cumsum(0) / variance.sum()
+
+
+@torch.no_grad()
+def look_inside(folders, at, traces=32):
+    """A model's delta heads -> rows {"panel", "line", "x", "y"}. The line is a head, "layer.head", or "none".
+    Panels: "beta" (middle of a bin, share of tokens with a beta in it), "mean beta", "variance" (number of
+    components, share of the keys' variance in them), and "scaled", accuracy while its beta is half as large,
+    so that eigenvalues are in [0, 1] and no more in [-1, 1]. Prints what they say."""
+    cfg, task, _, model = load_model(folders[0], device="cpu", eval_at=at, eval_samples=traces)
+    deltas = [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, DeltaNet)]
+    if folders[1:] or cfg.task != "repl" or not deltas:
+        raise UserError("heads: give one run, of deltanet or its kin on repl")
+    [stage], rows = parse_stages(at, task), []
+
+    def note(panel, line, x, y):
+        rows.append({"panel": panel, "line": line, "x": x, "y": y})
+
+    def accuracy():
+        return evaluate(cfg, model, task, stage, torch.device("cpu"))["reveal_acc"]
+
+    whole, costs = accuracy(), {}
+    note("chance", "none", 0, task.chance)
+    note("scaled", "none", 0, whole)
+    x, inputs = model.embed(task.batch(stage, traces, cfg.seed, "test", 0).tokens[:, :cfg.segment]), []
+    for block in model.blocks:
+        inputs.append(block.norm1(x))
+        x, _ = block(x)
+    print(f"accuracy {whole:.1%} as it is, chance {task.chance:.1%}\n"
+          "layer.head  beta > 0.95 beta_max  mean beta  components for 90 %  accuracy, beta halved")
+    for i, mixer in deltas:
+        keys, beta, every = mixer.project(inputs[i])[1], mixer.beta, mixer.beta(inputs[i])
+        for head in range(mixer.n_head):
+            name, one, width = f"{i + 1}.{head + 1}", every[..., head], mixer.beta_max / 20
+            share, bins = explained(keys[..., head, :].flatten(0, 1)), one.histc(20, 0, mixer.beta_max)
+            half = torch.where(torch.arange(mixer.n_head) == head, 0.5, 1.0)
+            mixer.beta = lambda x, beta=beta, half=half: half * beta(x)
+            scaled = accuracy()
+            del mixer.beta                                                # what hid the class's own
+            for j, count in enumerate(bins.tolist()):
+                note("beta", name, round((j + 0.5) * width, 4), count / one.numel())
+            for j, y in enumerate(share[:32].tolist(), 1):
+                note("variance", name, j, y)
+            note("mean beta", name, 0, one.mean().item())
+            note("scaled", name, 0, scaled)
+            costs[name] = 100 * (whole - scaled)
+            print(f"{name:>10s}{bins[-1] / one.numel():>22.1%}{one.mean():>11.2f}"
+                  f"{(share < 0.9).sum() + 1:>21}{scaled:>23.1%}")
+    print(verdict(costs))
+    return rows
+
+
+def verdict(costs):
+    """{head: points of accuracy that halving its beta costs} -> who tracks, in words: heads of 2 or more."""
+    most, spread = max(costs, key=costs.get), sum(cost >= 2 for cost in costs.values())
+    who = {0: "no head's halving costs 2 points", 1: f"the state-tracking head is {most}"}
+    return (who.get(spread, f"tracking is spread over {spread} heads, most in {most}") + "; points lost: "
+            + ", ".join(f"{name} {cost:.1f}" for name, cost in costs.items()))
+
+
+def heads(rows):
+    """The figure of `look_inside`: betas (P1 Figs. 5 and 11), the principal components of keys (Figs. 5 and
+    12), and what is left of accuracy without a head's reflections (Fig. 6)."""
+    found = by_panel(rows)
+    [chance] = found["chance"]["none"][1]
+    figure, panels = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    for i, (name, (x, y)) in enumerate(found["beta"].items()):
+        width = 0.45 * np.array(y) / max(y)
+        panels[0].fill_betweenx(x, i - width, i + width, step="mid", label=name, color=f"C{i % 10}")
+        panels[1].plot(*found["variance"][name], label=name, markevery=0.1)
+    panels[0].set_xticks(range(len(found["beta"])), found["beta"])
+    panels[0].set(xlabel="layer.head", ylabel="beta (width: share of tokens)", title="Betas")
+    panels[1].set(xlabel="principal components", ylabel="share of variance", title="Keys", ylim=(0, 1.03))
+    panels[1].legend(frameon=False, fontsize=8, title="layer.head")
+    left = {name: y for name, (_, [y]) in found["scaled"].items()}
+    panels[2].bar(list(left), list(left.values()), color="C0")
+    panels[2].axhline(chance, color="black", linestyle=":", label="chance")
+    panels[2].set(xlabel="head whose beta is halved", ylabel="reveal accuracy", title="Without reflections")
+    panels[2].legend(frameon=False)
+    return figure
+
+
+def clouds(x, radius=0.35):
+    """Points x (N, D), in clouds of about as many each -> centres (M, D). Take the fullest ball, whose mean
+    is a centre, and leave out its points, until the fullest left has a third of the first's or less. radius:
+    of a ball, where 1 is the points' rms distance from their mean."""
+    spread = (x - x.mean(0)).square().sum(1).mean().sqrt()
+    near, left, sizes, centres = (torch.cdist(x, x) <= radius * spread).float(), torch.ones(len(x)), [], []
+    while not sizes or 3 * sizes[-1] > sizes[0]:
+        size, i = (near @ left).max(0)
+        sizes.append(size)
+        centres.append((near[i] * left) @ x / size)
+        left = left * (1 - near[i])
+    return torch.stack(centres[:-1])
+
+
+def follow(states, moves, names):
+    """Numbered states of traces, and moves, "ab" for a swap of a and b, each after the first leading to its
+    state -> table {(state, move): usual next state}; {state: which variables hold there what "abc..." hold in
+    state 0}; the table's entries that a swap contradicts; the share of transitions that none does."""
+    seen = Counter(step for row, said in zip(states, moves) for step in zip(row, said[1:], row[1:]))
+    table = {(here, move): there for (here, move, there), _ in reversed(seen.most_common())}
+    where, todo = {0: names}, [0]
+    after = lambda here, move: where.get(here, "").translate(str.maketrans(move, move[::-1]))
+    for here in todo:
+        for (state, move), there in table.items():
+            if state == here and there not in where and table.get((there, move)) == here:  # else it is wrong
+                where[there] = after(here, move)
+                todo.append(there)
+    right = lambda here, move, there: there in where and where[there] == after(here, move)
+    wrong = [(*entry, there) for entry, there in sorted(table.items()) if not right(*entry, there)]
+    return table, where, wrong, sum(n for step, n in seen.items() if right(*step)) / seen.total()
+
+
+@torch.no_grad()
+def automaton(folders, at, traces=256):
+    """Print the automaton in a model of swaps: its states are clouds of hidden vectors at ends of commands,
+    found without labels. Is it all n! arrangements, moved by swaps?"""
+    cfg, task, _, model = load_model(folders[0], device="cpu", eval_at=at, eval_samples=traces)
+    if folders[1:] or cfg.task != "repl" or cfg.moves != "swap":
+        raise UserError("automaton: give one run, of --task repl --moves swap")
+    [stage], names, x, moves = parse_stages(at, task), "abcdefghi"[:task.n_vars], [], []
+    ends = lambda batch: (batch.tokens == ord("\n")) & (batch.tokens.roll(1, 1) >= ord("a"))  # "= b, a\n"
+    for batch, hidden in read(cfg, model, task, stage, "test", torch.device("cpu"), ends):
+        pairs = [batch.tokens.roll(back, 1)[ends(batch)].view(len(batch.tokens), -1) for back in (1, 3)]
+        moves += [[chr(a) + chr(b) for a, b in row] for row in torch.stack(pairs, -1).tolist()]
+        x.append(hidden)
+    x = torch.cat(x)
+    centres = clouds(x[:4096])                                            # it compares each with each
+    states = torch.cdist(x, centres).argmin(1).view(len(moves), -1).tolist()
+    table, where, wrong, share = follow(states, moves, names)
+    swaps = ["".join(pair) for pair in combinations(names, 2)]
+    print(f"states       {len(centres)} of {len(names)}! = {math.factorial(len(names))}")
+    print(f"table        {len(table)} entries, {len(wrong)} wrong")
+    print(f"transitions  {share:.2%} of {len(x) - len(moves):,} right")
+    for state, held in sorted(where.items()) if len(names) <= 3 else ():
+        print(f"{state} {held}  " + "  ".join(f"{move} -> {table.get((state, move))}" for move in swaps))
+    for state, move, there in wrong[:1]:
+        print(f"the first wrong entry: {move} takes state {state} to {there}")
+
+
 FIGURES = {f.__name__: f for f in   # f(groups, at)
            (curve, positions, scores, final, ladder, spacing, nats, samples, budget)}
-MEASURED = {"drift": (suspects, drift), "lengths": (count_lengths, lengths)}  # rows = f(paths, at), g(rows)
+MEASURED = {"drift": (suspects, drift), "heads": (look_inside, heads),    # rows = f(paths, at), g(rows)
+            "lengths": (count_lengths, lengths)}
 OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"],
         "ladder": ["group", "learning_rate", "n_head"], "spacing": ["curriculum"]}  # left out of the labels
 ALL = """
@@ -638,6 +790,7 @@ final assets/final.csv --save assets/final.png
 spacing assets/spacing.csv --save assets/spacing.png
 ladder assets/ladder.csv --save assets/ladder.png
 drift assets/drift.csv --save assets/drift.png
+heads assets/heads.csv --save assets/heads.png
 filters --save assets/filters.png
 nats assets/belief.csv --best learning_rate --save assets/nats.png
 samples assets/parity.csv --best learning_rate --save assets/samples.png
@@ -665,11 +818,11 @@ def draw(figure, paths, at, best, save):
 
 def main(argv):
     parser = Parser(__doc__)
-    known = [*FIGURES, *MEASURED, "filters", "table"]
+    known = [*FIGURES, *MEASURED, "filters", "table", "automaton"]
     parser.add_argument("figure", nargs="?", help=", ".join(known))
     parser.add_argument("paths", nargs="*", help="folders of finished runs, CSVs; lengths: files of traces")
     parser.add_argument("--all", action="store_true", help="remake the README's figures from assets/*.csv")
-    parser.add_argument("--at", default="128x16", help="positions, drift, heads: commands x spacing [128x16]")
+    parser.add_argument("--at", default="128x16", help="positions, drift, heads, automaton: LxS [128x16]")
     parser.add_argument("--best", help="a setting of which only the best value is shown, as learning_rate")
     parser.add_argument("--save", help="file, .png or .svg; .csv for a table, or for what was measured "
                                        "[out/FIGURE.png, out/table.csv]")
@@ -687,6 +840,8 @@ def main(argv):
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
     if not args.paths and args.figure != "filters":
         raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
+    if args.figure == "automaton":
+        return automaton(args.paths, args.at)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(args.figure, args.paths, args.at, args.best, path)

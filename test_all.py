@@ -2892,6 +2892,119 @@ def small_config():
     return dataclasses.make_dataclass("Config", kinds)
 
 
+def one_of_two_heads():
+    """by_hand's model as the second of two heads; what the first does, at random, nobody reads."""
+    task = Repl(3)
+    lm = models.by_hand(task)                                             # it needs 6 of its 32 rows
+    mixer, beta = lm.blocks[0].mixer, torch.nn.Linear(32, 2).requires_grad_(False)
+    beta.weight[:], beta.bias[:] = mixer.to_beta.weight * torch.tensor([[0], [1]]), 0
+    mixer.n_head, mixer.norm, mixer.to_beta = 2, torch.nn.RMSNorm(16).requires_grad_(False), beta
+    mixer.qkv.weight[:] = mixer.qkv.weight.unflatten(0, (3, 2, 16)).flip(1).flatten(0, 2)
+    mixer.qkv.weight.unflatten(0, (3, 2, 16))[:, 0].normal_()
+    mixer.out.weight[:] = mixer.out.weight.roll(16, 1)
+    return task, lm
+
+
+def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(monkeypatch, capsys):
+    task, lm = one_of_two_heads()
+    cfg, before = train.Config(n_vars=3), copy.deepcopy(lm.state_dict())
+    changed = lambda folder, **changes: (dataclasses.replace(cfg, **changes), task, None, lm)
+    monkeypatch.setattr(plot, "load_model", changed)
+    rows = plot.look_inside(["a run"], "32x4", traces=8)
+    assert "beta" not in vars(lm.blocks[0].mixer)
+    assert all(torch.equal(p, before[name]) for name, p in lm.state_dict().items())
+    said = {(row["panel"], row["line"], row["x"]): row["y"] for row in rows}
+    assert len(said) == len(rows) == 2 + 2 * (20 + 1 + 16 + 1) and said["chance", "none", 0] == 1 / 3
+    assert said["scaled", "none", 0] == said["scaled", "1.1", 0] == 1 > said["scaled", "1.2", 0] + 0.2
+    text = task.batch(Stage(32, 4), 8, 0, "test", 0).tokens               # beta: names 2, digits 1
+    names = ((text >= ord("a")) & (text < ord("d"))).double().mean().item()
+    digits = ((text >= ord("1")) & (text < ord("4"))).double().mean().item()
+    assert said["beta", "1.2", 1.95] == pytest.approx(names) and said["beta", "1.1", 1.05] == 1
+    assert said["mean beta", "1.2", 0] == pytest.approx(2 * names + digits)
+    none, *bars = [bar.get_height() for bar in plot.heads(rows).axes[2].patches]
+    assert [none, *bars] == [1, 1, said["scaled", "1.2", 0]]
+    assert f"the state-tracking head is 1.2; points lost: 1.1 0.0, 1.2 {100 * (1 - bars[1]):.1f}" in \
+        capsys.readouterr().out
+
+
+@pytest.mark.parametrize("costs, said", [
+    ([1, 70, 10], "tracking is spread over 2 heads, most in 1.2; points lost: 1.1 1.0, 1.2 70.0, 1.3 10.0"),
+    ([1, 70, 0], "the state-tracking head is 1.2; points lost: 1.1 1.0, 1.2 70.0, 1.3 0.0"),
+    ([1, 0, 0], "no head's halving costs 2 points; points lost: 1.1 1.0, 1.2 0.0, 1.3 0.0")])
+def test_a_head_stands_out_only_if_no_other_costs_two_points(costs, said):
+    assert plot.verdict(dict(zip(("1.1", "1.2", "1.3"), costs))) == said
+
+
+def test_the_share_of_variance_is_that_of_the_singular_values():
+    keys = torch.randn(300, 7).double() @ torch.randn(7, 7).double() + 5
+    energy = np.linalg.svd(keys.numpy() - keys.numpy().mean(0), compute_uv=False) ** 2
+    assert np.allclose(plot.explained(keys), energy.cumsum() / energy.sum())
+
+
+def machine(n, length, broken=(None, None, None)):
+    """A walk by random swaps, executed by Python, but for the entry `broken` (values, swap, wrong values
+    after it). -> the values of the variables after each swap, and the swaps."""
+    names, rng = "abcdefghi"[:n], random.Random(0)
+    held, walk, moves = {name: i for i, name in enumerate(names)}, [], []
+    for _ in range(length):
+        a, b = sorted(rng.sample(names, 2))
+        if (tuple(held.values()), a + b) == broken[:2]:
+            held = dict(zip(names, broken[2]))
+        else:
+            exec(f"{a}, {b} = {b}, {a}", {}, held)
+        walk.append(tuple(held.values()))
+        moves.append(a + b)
+    return walk, moves
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_the_automaton_is_found_in_clouds_and_followed_to_the_symmetric_group(n):
+    walk, moves = machine(n, 3000)
+    x = F.one_hot(torch.tensor(walk), n).float().flatten(1) + 0.1 * torch.randn(3000, n * n)
+    states = torch.cdist(x, plot.clouds(torch.cat([x, torch.randn(20, n * n)]))).argmin(1).tolist()
+    assert set(states) == set(range(math.factorial(n)))                   # and none for what is in no cloud
+    assert len(set(zip(states, walk))) == math.factorial(n)
+    table, where, wrong, share = plot.follow([states], [moves], "abcd"[:n])
+    assert len(table) == math.factorial(n) * math.comb(n, 2) and not wrong and share == 1
+    first = walk[states.index(0)]
+    for state, held in zip(states, walk):
+        assert all(held["abcd".index(name)] == value for name, value in zip(where[state], first))
+
+
+def test_an_entry_that_no_swap_makes_is_named():
+    """That it leads where two swaps would must not mislead what follows."""
+    number = {held: i for i, held in enumerate(itertools.permutations(range(3)))}
+    before, move, after = broken = (0, 1, 2), "ab", (1, 2, 0)
+    walk, moves = machine(3, 3000, broken)
+    _, _, wrong, share = plot.follow([[number[held] for held in walk]], [moves], "abc")
+    times = list(zip(walk, moves[1:])).count((before, move))
+    assert wrong == [(number[before], move, number[after])] and times > 50
+    assert share == pytest.approx(1 - times / 2999)
+
+
+def test_an_automaton_is_read_from_the_ends_of_commands_alone(monkeypatch, capsys):
+    """Here a hidden vector is the state, as Python has it, and nothing at the ends of other lines."""
+    task, cfg = Repl(3), train.Config(n_vars=3)
+
+    def read(cfg, model, task, stage, split, device, places):
+        for t in range(cfg.eval_samples // cfg.batch_size):
+            batch = task.batch(stage, cfg.batch_size, cfg.seed, split, t)
+            yield batch, F.one_hot(batch.state[places(batch)], 3).float().flatten(1)
+    monkeypatch.setattr(plot, "load_model", lambda folder, **changes: (
+        dataclasses.replace(cfg, **changes), task, None, None))
+    monkeypatch.setattr(plot, "read", read)
+    plot.automaton(["a run"], "16x2")
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == ["states       6 of 3! = 6", "table        18 entries, 0 wrong",
+                        "transitions  100.00% of 3,840 right"]
+    where = {line[0]: line[2:5] for line in said[3:]}
+    for line in said[3:]:                                                 # "0 abc  ab -> 2  ac -> 1  bc -> 4"
+        for (a, b), there in re.findall(r"(\w\w) -> (\d)", line):
+            assert where[there] == where[line[0]].translate({ord(a): b, ord(b): a})
+    with pytest.raises(UserError, match="give one run"):
+        plot.automaton(["a run", "another"], "16x2")
+
+
 def readme_commands():
     """The lines of README.md's console blocks that start a file of this project, one shell word list each."""
     calls, array = [], re.compile(r"^(\w+)=\((.*?)\)\n", re.S | re.M)     # of bash: same=(--seed 0,1 ...)
@@ -2931,7 +3044,8 @@ def test_every_readme_command_runs(until, tmp_path, monkeypatch):
         return [Stage(min(L, 128), min(S, 16), moved) for L, S, moved in parse_stages(text, task)]
     monkeypatch.setattr(train, "parse_stages", short)
     monkeypatch.setattr(plot, "parse_stages", short)
-    monkeypatch.setattr(plot.suspects, "__defaults__", (8,))              # traces
+    for look in (plot.suspects, plot.look_inside, plot.automaton):
+        monkeypatch.setattr(look, "__defaults__", (8,))                   # traces
     monkeypatch.setattr(kernels, "median_ms", lambda f, runs: (f(), 1.0)[1])
     monkeypatch.setattr(kernels.check, "__defaults__", (16, 16, (17,)))   # K, V, lengths
     commands, modules = readme_commands(), (data, kernels, models, pfsa, plot, train)
