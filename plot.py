@@ -173,6 +173,8 @@ def curve(groups, at, window=10):
     """Reveal accuracy of training batches, mean of `window`, over traces seen."""
     curves = {}
     for label, runs in groups.items():
+        if not all(folder.is_dir() for _, folder in runs):
+            raise UserError("curve: give folders of runs; a CSV does not hold what happened while training")
         curves[label] = [smooth(metrics(folder), window) for _, folder in runs]
     return lines(curves, "traces seen", f"reveal accuracy, mean of {window} batches", "Learning to execute",
                  chance_of(groups))
@@ -224,6 +226,8 @@ def ladder(groups, at):
     cells, chance = {}, {}
     for label, runs in groups.items():
         for result, _ in runs:
+            if result["config"]["task"] != "group":
+                raise UserError("ladder: give runs of --task group")
             group, last = result["config"]["group"], max(result["eval"], key=lambda row: row["commands"])
             chance[group] = Group(group).chance
             cells.setdefault((label, f"{group}\n({chance[group]:.1%})"), []).append(last["reveal_acc"])
@@ -273,7 +277,8 @@ def final(groups, at):
                 cells.setdefault((row["spacing"], row["commands"]), []).append(row["final_acc"])
         spacings, lengths = (sorted(set(sizes)) for sizes in zip(*cells))
         tiles(axes, cells, spacings, lengths)
-        axes.set(xlabel="commands", ylabel="spacing", title=f"{label}, last reveal, %")
+        chance = f"; chance {chance_of(groups):.0%}" if chance_of(groups) else ""
+        axes.set(xlabel="commands", ylabel="spacing", title=f"{label}, last reveal, %{chance}")
     return figure
 
 
@@ -308,8 +313,10 @@ def by_length(runs, value):
     """Runs -> lengths of their last stages, ascending; for each of these value(result) of its runs."""
     found = {}
     for result, _ in runs:
-        length = int(re.match(r"\d+", result["config"]["curriculum"].split()[-1])[0])
-        found.setdefault(length, []).append(value(result))
+        length = re.match(r"\d+", result["config"]["curriculum"].split()[-1])
+        if not length:
+            raise UserError("samples, budget: give runs of programs whose --curriculum says how long")
+        found.setdefault(int(length[0]), []).append(value(result))
     return zip(*sorted(found.items()))
 
 
@@ -713,7 +720,8 @@ def heads(rows):
     left = {name: y for name, (_, [y]) in found["scaled"].items()}
     panels[2].bar(list(left), list(left.values()), color="C0")
     panels[2].axhline(chance, color="black", linestyle=":", label="chance")
-    panels[2].set(xlabel="head whose beta is halved", ylabel="reveal accuracy", title="Without reflections")
+    panels[2].set(xlabel="head whose beta is halved", ylabel="reveal accuracy", title="Without reflections",
+                  ylim=(0, 1.15))
     panels[2].legend(frameon=False)
     return figure
 

@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -3023,6 +3024,7 @@ def readme_commands():
 def test_every_readme_command_runs(until, tmp_path, monkeypatch):
     """In the README's order, in one folder, each with all sizes shrunk; by default, up to `until`."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(HERE / "assets", "assets")
     for module in (train, plot):
         monkeypatch.setattr(module, "Config", small_config())
     monkeypatch.setattr(Repl, "beyond", lambda self, last: [Stage(128, 16)])
