@@ -22,7 +22,7 @@ Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width.
 
 Look at them:   python models.py
 
-Not here: dropout, weight tying, padding masks.
+At the end, a DeltaNet whose weights are written by hand. Not here: dropout, weight tying, padding masks.
 """
 import math
 from types import SimpleNamespace

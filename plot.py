@@ -849,7 +849,8 @@ def main(argv):
     if not args.paths and args.figure != "filters":
         raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
     if args.figure == "automaton":
-        return automaton(args.paths, args.at)
+        automaton(args.paths, args.at)
+        return 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(args.figure, args.paths, args.at, args.best, path)
