@@ -199,6 +199,8 @@ def positions(groups, at):
     for label, runs in groups.items():
         for result, folder in runs:
             found = {str(stage_of(row)): row["by_reveal"] for row in result["eval"] if row["by_reveal"]}
+            if not found:
+                raise UserError(f"{folder} does not say what each reveal was: give the folders of its runs")
             one_of(f"--at, in {folder}:", at, found)
             y = np.array(found[at])
             curves.setdefault(label, []).append((np.arange(1, len(y) + 1), y))

@@ -2562,6 +2562,18 @@ def test_the_shell_sees_one_line_and_exit_code_2(line, tmp_path):
     assert done.stderr.startswith(f"{name}: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("line, says", [
+    ("", "one of curve"), ("ladder default.csv", "give runs of --task group"), ("automaton nowhere", "no such"),
+    ("samples default.csv", "--curriculum says how long"), ("curve default.csv", "give folders"),
+    ("scores nowhere.csv", "cannot be read"), ("drift default.csv", "no column panel"),
+    ("nats default.csv", "give runs of --task pfsa"), ("positions contrast.csv", "each reveal")])
+def test_figures_refuse_what_they_cannot_draw(line, says, tmp_path):
+    words = [str(HERE / "assets" / word) if word.endswith(".csv") else word for word in line.split()]
+    with pytest.raises(UserError) as caught:
+        plot.main([*words, "--save", str(tmp_path / "x.png")])
+    assert says in str(caught.value) and "\n" not in str(caught.value) and not any(tmp_path.iterdir())
+
+
 def test_broken_and_foreign_checkpoints_are_refused(tmp_path):
     go(tmp_path / "runs", "--max-samples", 200)
     good = (only(tmp_path / "runs") / "ckpt.pt").read_bytes()
