@@ -217,8 +217,7 @@ def scores(groups, at):
         for result, _ in runs:
             for row in result["eval"]:
                 cells.setdefault((label, str(stage_of(row))), []).append(row["reveal_acc"])
-    chance = chance_of(groups)
-    title = "Reveal accuracy in %, median and range over seeds" + (f"; chance {chance:.0%}" if chance else "")
+    title = "Reveal accuracy in %, median and range over seeds" + chance_in_words(groups)
     return models_by(cells, list(dict.fromkeys(column for _, column in cells)), "commands x spacing", title)
 
 
@@ -265,6 +264,7 @@ def spacing(groups, at):
     figure = lines(curves, "commands from one reveal to the next, in training and test",
                    "accuracy on held-out traces", "How sparse may reveals be?", chance_of(groups))
     figure.axes[0].set_xscale("log", base=2)
+    figure.axes[0].xaxis.set_major_formatter("{x:g}")
     return figure
 
 
@@ -279,8 +279,8 @@ def final(groups, at):
                 cells.setdefault((row["spacing"], row["commands"]), []).append(row["final_acc"])
         spacings, lengths = (sorted(set(sizes)) for sizes in zip(*cells))
         tiles(axes, cells, spacings, lengths)
-        chance = f"; chance {chance_of(groups):.0%}" if chance_of(groups) else ""
-        axes.set(xlabel="commands", ylabel="spacing", title=f"{label}, last reveal, %{chance}")
+        axes.set(xlabel="commands", ylabel="spacing", title=label)
+    figure.suptitle("Accuracy at the last reveal, %" + chance_in_words(groups))
     return figure
 
 
@@ -419,19 +419,20 @@ def filters():
     Fig. 10: an entry of the marginal recurrence, what Sinkhorn makes of it, and the truth. Needs no runs."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     reveals, forced = np.arange(1101), [pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 1100
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    for dtype, mark in zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), "os^D"):
         mass = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)[0, ::2].double().sum(1).numpy()
         alive = (mass > 0).sum()
-        left.loglog(reveals[1:alive], mass[1:alive], color="gray", linewidth=1)
-        left.plot(alive - 1, mass[alive - 1], "o", label=f"{str(dtype)[6:]}: 0 after {alive}")
+        left.loglog(reveals[1:alive], mass[1:alive], "-", color="gray", linewidth=1, marker="")
+        left.plot(alive - 1, mass[alive - 1], mark, label=f"{str(dtype)[6:]}: 0 after {alive}")
     left.set(xlabel="reveals of probability 1/2", ylabel="mass of the linear filter (exact one: 1)",
              title="P1 Figure 9")
     H = pfsa.marginal_filter(3, [forced])[0, ::2]
     truth = pfsa.marginals(pfsa.maybe_swaps(3).filter([forced])[0][0, ::2], 3)
     scaled, ok = pfsa.sinkhorn(H)
-    right.plot(reveals, truth[:, 2, 2], color="lightgray", linewidth=5, label="exact")
-    right.plot(reveals, H[:, 2, 2], label="in the marginal recurrence")
-    right.plot(reveals[ok], scaled[ok, 2, 2], label=f"after Sinkhorn, until it is lost, after {ok.sum()}")
+    right.plot(reveals, truth[:, 2, 2], color="lightgray", linewidth=5, marker="", label="exact")
+    right.plot(reveals, H[:, 2, 2], markevery=0.1, label="in the marginal recurrence")
+    right.plot(reveals[ok], scaled[ok, 2, 2], markevery=0.1,
+               label=f"after Sinkhorn, until it is lost, after {ok.sum()}")
     right.set(xlabel="times: maybe swap 2 and 3, reveal 2 at 2", ylabel="P(3 holds 3)", xscale="symlog",
               title="P1 Figure 10")
     for axes in (left, right):
@@ -445,6 +446,10 @@ def chance_of(groups):
     configs = [result["config"] for runs in groups.values() for result, _ in runs]
     n_vars = {c["n_vars"] if c["task"] == "repl" else None for c in configs}
     return 1 / n_vars.pop() if len(n_vars) == 1 and None not in n_vars else None
+
+
+def chance_in_words(groups):
+    return f"; chance {chance_of(groups):.0%}" if chance_of(groups) else ""
 
 
 COST = ["params", "samples", "seconds", "until", "best"]
@@ -627,6 +632,7 @@ def drift(rows):
         for name, (x, y) in curves.items():
             axes.plot(x, y, label=name, **({"color": "gray", "marker": ""} if name == "chance" else {}))
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set(xlabel="commands", title=title)
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
@@ -791,10 +797,10 @@ FIGURES = {f.__name__: f for f in   # f(groups, at)
            (curve, positions, scores, final, ladder, spacing, nats, samples, budget)}
 MEASURED = {"drift": (suspects, drift), "heads": (look_inside, heads),    # rows = f(paths, at), g(rows)
             "lengths": (count_lengths, lengths)}
-OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"],
-        "ladder": ["group", "learning_rate", "n_head"], "spacing": ["curriculum"]}  # left out of the labels
+OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"],  # left out of labels
+        "ladder": ["group", "learning_rate", "n_head"], "spacing": ["curriculum", "learning_rate", "n_head"]}
 ALL = """
-positions assets/positions.csv --at 128x16 --save assets/contrast.png
+positions assets/positions.csv --at 128x16 --best learning_rate --save assets/contrast.png
 scores assets/contrast.csv --best learning_rate --save assets/scores.png
 final assets/final.csv --save assets/final.png
 spacing assets/spacing.csv --save assets/spacing.png

@@ -2563,7 +2563,7 @@ def test_the_shell_sees_one_line_and_exit_code_2(line, tmp_path):
 
 
 @pytest.mark.parametrize("line, says", [
-    ("", "one of curve"), ("ladder default.csv", "give runs of --task group"), ("automaton nowhere", "no such"),
+    ("", "one of curve"), ("ladder default.csv", "--task group"), ("automaton nowhere", "no such"),
     ("samples default.csv", "--curriculum says how long"), ("curve default.csv", "give folders"),
     ("scores nowhere.csv", "cannot be read"), ("drift default.csv", "no column panel"),
     ("nats default.csv", "give runs of --task pfsa"), ("positions contrast.csv", "each reveal")])
