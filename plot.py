@@ -5,8 +5,8 @@ The figures, one function each, from the files that runs leave behind.
     python plot.py positions out/deltanet-repl* --at 128x16    accuracy at each reveal of a trace (P1 Fig. 4)
     python plot.py final out/deltanet-repl*                    at the last, by length and spacing (the same)
     python plot.py scores out/deltanet-repl*                   a row a model, a column an evaluated stage
-    python plot.py ladder out/*-group-*                        a row a model, a column a group
-    python plot.py spacing out/*                               accuracy by how sparse reveals are (P1 Fig. 3)
+    python plot.py ladder out/ladder/*                         a row a model, a column a group
+    python plot.py spacing out/spacing/*                       accuracy by how sparse reveals are (P1 Fig. 3)
     python plot.py drift out/deltanet-repl --at 512x512        why a model loses track, suspect by suspect
     python plot.py heads out/deltanet-repl --at 512x4          which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py automaton out/deltanet-repl --at 64x8       is it the group? prints, draws nothing
@@ -45,9 +45,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-plt.rcParams["axes.prop_cycle"] = plt.cycler(                             # lines differ in grey, too
-    color=[*plt.get_cmap("tab10").colors, "black", "gray"], linestyle=["-", "--", "-.", ":"] * 3,
-    marker=list("os^vDPX*<>hd"))
+plt.rcParams.update({
+    "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False,
+    "axes.prop_cycle": plt.cycler(                                        # lines differ in grey, too
+        color=[*plt.get_cmap("tab10").colors, "black", "gray"], linestyle=["-", "--", "-.", ":"] * 3,
+        marker=list("os^vDPX*<>hd"))})
 
 import pfsa
 from data import Arith, Group, Parser, Stage, UserError, one_of, parse_stages, read_traces, start
@@ -61,7 +63,7 @@ def lines(curves, x_label, y_label, title, chance=None, axes=None):
     draw into a figure that is there."""
     many = len(curves) > 5
     if axes is None:
-        _, axes = plt.subplots(figsize=(10 if many else 7, 4), layout="constrained")
+        _, axes = plt.subplots(figsize=(10 if many else 7, 4))
     for label, seeds in curves.items():
         x = max((x for x, _ in seeds), key=lambda x: x[-1])
         y = np.array([np.interp(x, *seed) for seed in seeds])             # (seeds, points)
@@ -72,8 +74,7 @@ def lines(curves, x_label, y_label, title, chance=None, axes=None):
         axes.axhline(chance, color="gray", linestyle=":", linewidth=1)
         axes.text(1, chance, "chance", transform=axes.get_yaxis_transform(), ha="right", va="bottom")
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, **({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if many else {}))
+    axes.legend(**({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if many else {}))
     return axes.figure
 
 
@@ -90,6 +91,7 @@ def tiles(axes, cells, rows, columns):
                 axes.text(j, i, words, ha="center", va="center", fontsize=8, color=color)
     middle = [[np.median(cells.get((row, column), np.nan)) for column in columns] for row in rows]
     axes.imshow(middle, vmin=0, vmax=1, aspect="auto")
+    axes.grid(False)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
 
@@ -223,21 +225,22 @@ def scores(groups, at):
 
 def ladder(groups, at):
     """Word problems: accuracy at the longest words that were evaluated, a row per model, a column per group,
-    those first that most models climb."""
-    cells, chance = {}, {}
+    easiest first."""
+    cells, chance, lengths = {}, {}, set()
     for label, runs in groups.items():
         for result, _ in runs:
             if result["config"]["task"] != "group":
                 raise UserError("ladder: give runs of --task group")
             group, last = result["config"]["group"], max(result["eval"], key=lambda row: row["commands"])
+            lengths.add(last["commands"])
             chance[group] = Group(group).chance
             cells.setdefault((label, f"{group}\n({chance[group]:.1%})"), []).append(last["reveal_acc"])
-    above = {}                                                            # of what there is above chance
+    above = {}                                                            # shares of what chance leaves
     for (_, column), seeds in cells.items():
         floor = chance[column.partition("\n")[0]]
         above[column] = above.get(column, 0) + (np.median(seeds) - floor) / (1 - floor)
     return models_by(cells, sorted(above, key=above.get, reverse=True), "group (and chance)",
-                     f"Words of {last['commands']}: accuracy in %, median and range over seeds")
+                     f"Words of {max(lengths)}: accuracy in %, median and range over seeds")
 
 
 def models_by(cells, columns, x_label, title):
@@ -245,7 +248,7 @@ def models_by(cells, columns, x_label, title):
     rows = sorted(dict.fromkeys(row for row, _ in cells),
                   key=lambda row: -sum(np.median(cells.get((row, c), 0)) for c in columns))
     size = 4 + 0.8 * len(columns), 1 + 0.45 * len(rows)
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    figure, axes = plt.subplots(figsize=size)
     tiles(axes, cells, rows, columns)
     axes.set(xlabel=x_label, ylabel="model", title=title)
     return figure
@@ -257,8 +260,11 @@ def spacing(groups, at):
     curves = {}
     for label, runs in groups.items():
         seeds = {}
-        for result, _ in runs:
-            row = result["eval"][0]
+        for result, path in runs:
+            last = result["config"]["curriculum"].split()[-1]
+            row = {str(stage_of(row)): row for row in result["eval"]}.get(last)
+            if not row:
+                raise UserError(f"spacing: {path} was not evaluated where it was trained, at {last}")
             seeds.setdefault(result["seed"], []).append((row["spacing"], row["reveal_acc"]))
         curves[label] = [tuple(np.array(sorted(found)).T) for found in seeds.values()]
     figure = lines(curves, "commands from one reveal to the next, in training and test",
@@ -271,7 +277,7 @@ def spacing(groups, at):
 def final(groups, at):
     """Accuracy at the last reveal over length and spacing, a panel per model (P1 Fig. 4, right)."""
     size = 1 + 3.2 * len(groups), 3.2
-    figure, [panels] = plt.subplots(1, len(groups), figsize=size, layout="constrained", squeeze=False)
+    figure, [panels] = plt.subplots(1, len(groups), figsize=size, squeeze=False)
     for axes, (label, runs) in zip(panels, groups.items()):
         cells = {}
         for result, _ in runs:
@@ -297,7 +303,7 @@ def nats(groups, at):
                 kinds.setdefault(kind, {}).setdefault(label, []).append(tuple(np.array(found).T))
                 floor = np.mean([row["floor"] for row in result["eval"] if row["kind"] == kind])
                 blind[kind] = np.log(result["config"]["n_vars"]) - floor
-    figure, [panels] = plt.subplots(1, len(kinds), figsize=(2 + 5 * len(kinds), 4), layout="constrained",
+    figure, [panels] = plt.subplots(1, len(kinds), figsize=(2 + 5 * len(kinds), 4),
                                     sharey=True, squeeze=False)
     for axes, (kind, curves) in zip(panels, kinds.items()):
         lines(curves, "lines of code", "KL to the exact odds, nats an answer", f"prints: {kind or 'random'}",
@@ -333,7 +339,7 @@ def taught(config):
 def samples(groups, at):
     """Traces until held-out programs were all right, twice (train.py --until), over their length (P2 Fig. 5).
     Median and range of the seeds; hollow: most seeds saw so many traces and were not there."""
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4))
     looks, free = {}, iter(plt.rcParams["axes.prop_cycle"])
     for i, (label, runs) in enumerate(groups.items()):
         lengths, seen = by_length(runs, lambda r: (r["until"] or r["samples"], r["until"] is None))
@@ -351,8 +357,7 @@ def samples(groups, at):
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set(yscale="log", xlabel="lines of a program", ylabel="training traces until all is right",
              title="Samples to perfect (hollow: not reached)")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -366,13 +371,13 @@ def budget(groups, at):
             lengths, right = by_length(of_digits, lambda result: result["eval"][0]["reveal_acc"])
             seeds = zip(*right)
             curves.setdefault(digits, {})[label] = [(np.array(lengths), np.array(y)) for y in seeds]
-    figure, [panels] = plt.subplots(1, len(curves), figsize=(2 + 4 * len(curves), 4), layout="constrained",
+    figure, [panels] = plt.subplots(1, len(curves), figsize=(2 + 4 * len(curves), 4),
                                     sharey=True, squeeze=False)
     for axes, (digits, of_digits) in zip(panels, sorted(curves.items())):
         lines(of_digits, "lines of a program", "accuracy on held-out programs", f"{digits} digits", axes=axes)
         x = max((x for seeds in of_digits.values() for x, _ in seeds), key=len)
         axes.plot(x, [Arith(digits).commonest(L) for L in x.tolist()], "k:", label="always the commonest")
-        axes.legend(frameon=False)
+        axes.legend()
     return figure
 
 
@@ -386,7 +391,7 @@ def by_panel(rows):
     return panels
 
 
-def count_lengths(files, at):
+def measure_lengths(files, at):
     """Files of traces -> rows {"panel": a file, "x": steps, "y": how many traces of it have so many}."""
     rows = []
     for file in files:
@@ -401,23 +406,21 @@ def count_lengths(files, at):
 def lengths(rows):
     """How many traces have how many steps, for each file of traces (P2 Fig. 1)."""
     files = by_panel(rows)
-    figure, [panels] = plt.subplots(1, len(files), figsize=(5 * len(files), 3.5), layout="constrained",
-                                    squeeze=False)
+    figure, [panels] = plt.subplots(1, len(files), figsize=(5 * len(files), 3.5), squeeze=False)
     for axes, (name, curves) in zip(panels, files.items()):
         x, y = curves["traces"]
         axes.bar(x, y, width=1, label="traces")
-        middle = np.median(np.repeat(x, np.array(y, int)))
+        middle = x[np.searchsorted(np.cumsum(y), sum(y) / 2)]
         axes.axvline(middle, color="black", linestyle=":", label=f"median, {middle:.0f}")
         axes.set(xlabel="steps of a trace", ylabel="number of traces", title=name)
-        axes.legend(frameon=False)
-        axes.grid(alpha=0.3)
+        axes.legend()
     return figure
 
 
 def filters():
     """Left, P1 Fig. 9: the mass of a linear filter over reveals of probability 1/2, in four dtypes. Right, P1
     Fig. 10: an entry of the marginal recurrence, what Sinkhorn makes of it, and the truth. Needs no runs."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     reveals, forced = np.arange(1101), [pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 1100
     for dtype, mark in zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), "os^D"):
         mass = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)[0, ::2].double().sum(1).numpy()
@@ -436,8 +439,7 @@ def filters():
     right.set(xlabel="times: maybe swap 2 and 3, reveal 2 at 2", ylabel="P(3 holds 3)", xscale="symlog",
               title="P1 Figure 10")
     for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        axes.legend()
     return figure
 
 
@@ -458,7 +460,7 @@ SCORE, NATS = ["reveal_acc", "final_acc"], ["kl", "final_kl", "loss", "floor"]
 
 def table(groups, path):
     """Write a CSV with a line per run and evaluated stage: what `load` needs to draw the run again, and the
-    settings that train.py needs to train it again."""
+    settings that train.py needs to train it again. by_reveal is left out where there are more than 16."""
     runs = [result for runs in groups.values() for result, _ in runs]
     nats = NATS if any("kl" in row for result in runs for row in result["eval"]) else []
     with open(path, "w", newline="") as file:
@@ -558,17 +560,27 @@ def tokens_that_lose(model, n, commands, state, width):
     return lost, beta_met / met
 
 
+def one_model(figure, folders, at, traces, known):
+    """-> cfg, task, model and the one stage of `at`, of the one run for which known(cfg, model).
+    Raises UserError for other runs."""
+    cfg, task, stages, model = load_model(folders[0], device="cpu", eval_at=at, eval_samples=traces)
+    stages = parse_stages(at, task)
+    if folders[1:] or stages[1:] or cfg.task != "repl" or not known(cfg, model):
+        raise UserError(f"{figure}: give one run on repl, of {KNOWN[figure]}, and one stage as --at")
+    return cfg, task, model, stages[0]
+
+
+KNOWN = {"drift": "deltanet or gated_deltanet", "heads": "deltanet or its kin", "automaton": "--moves swap"}
+
+
 @torch.no_grad()
-def suspects(folders, at, traces=96):
+def measure_drift(folders, at, traces=96):
     """Why a model loses track of values seen 8, 16, 32, ... commands ago: accuracy as it is, and with one
     suspect after the other out of the way; the sizes of signal and noise; what each token does to the signal
     (after 64 commands or the last depth). -> rows {"panel", "line", "x", "y"}; prints them, too."""
-    cfg, task, _, model = load_model(folders[0], device="cpu", eval_at=at)
-    mixers = [block.mixer for block in model.blocks]
-    known = all(type(mixer) in (DeltaNet, GatedDeltaNet) for mixer in mixers)
-    if folders[1:] or cfg.task != "repl" or not known:
-        raise UserError("drift: give one run, of deltanet or gated_deltanet on repl")
-    [stage], n = parse_stages(at, task), task.n_vars
+    cfg, task, model, stage = one_model("drift", folders, at, traces, lambda cfg, model: all(
+        type(block.mixer) in (DeltaNet, GatedDeltaNet) for block in model.blocks))
+    n, mixers = task.n_vars, [block.mixer for block in model.blocks]
     if stage.commands < 8:
         raise UserError(f"--at {at}: drift needs 8 commands or more")
     tokens, truth = relabelled(task.batch(stage, traces, cfg.seed, "test", 0), n)
@@ -603,7 +615,7 @@ def suspects(folders, at, traces=96):
     commands = commands[:, ends[0]:ends[8]]
     lost, beta = tokens_that_lose(model, n, commands, after_64, commands.shape[1] // 8)
     words = [repr(task.tokenizer.decode([token])) for token in commands[0, :len(lost)].tolist()]
-    for mixer in mixers:                                                  # from here on, none is short of 2
+    for mixer in mixers:                                                  # from here on, high ones are 2
         mixer.beta = lambda x, beta=mixer.beta: torch.where(beta(x) > 1.7, 2.0, beta(x))
     right["beta above 1.7 made 2"] = [score_all(model, task, *found) for found in states()]
 
@@ -625,17 +637,16 @@ def suspects(folders, at, traces=96):
 
 
 def drift(rows):
-    """The figure of `suspects`."""
-    (suspects, right), (holds, sizes), (loses, tokens) = by_panel(rows).items()
-    figure, panels = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for axes, title, curves in zip(panels, (suspects, holds), (right, sizes)):
+    """The figure of `measure_drift`."""
+    (removed, right), (holds, sizes), (loses, tokens) = by_panel(rows).items()
+    figure, panels = plt.subplots(1, 3, figsize=(14, 4))
+    for axes, title, curves in zip(panels, (removed, holds), (right, sizes)):
         for name, (x, y) in curves.items():
             axes.plot(x, y, label=name, **({"color": "gray", "marker": ""} if name == "chance" else {}))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set(xlabel="commands", title=title)
-        axes.legend(frameon=False, fontsize=8)
-        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     panels[0].set(ylabel="accuracy, asked for all variables", ylim=(0, 1.02))
     panels[1].set(ylabel="Frobenius norm of the state's part", ylim=(0, None))
     for name, (x, y) in tokens.items():
@@ -655,16 +666,15 @@ def explained(keys):
 
 
 @torch.no_grad()
-def look_inside(folders, at, traces=32):
+def measure_heads(folders, at, traces=32):
     """A model's delta heads -> rows {"panel", "line", "x", "y"}. The line is a head, "layer.head", or "none".
     Panels: "beta" (middle of a bin, share of tokens with a beta in it), "mean beta", "variance" (number of
     components, share of the keys' variance in them), and "scaled", accuracy while its beta is half as large,
     so that eigenvalues are in [0, 1] and no more in [-1, 1]. Prints what they say."""
-    cfg, task, _, model = load_model(folders[0], device="cpu", eval_at=at, eval_samples=traces)
+    cfg, task, model, stage = one_model("heads", folders, at, traces, lambda cfg, model: any(
+        isinstance(block.mixer, DeltaNet) for block in model.blocks))
     deltas = [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, DeltaNet)]
-    if folders[1:] or cfg.task != "repl" or not deltas:
-        raise UserError("heads: give one run, of deltanet or its kin on repl")
-    [stage], rows = parse_stages(at, task), []
+    rows = []
 
     def note(panel, line, x, y):
         rows.append({"panel": panel, "line": line, "x": x, "y": y})
@@ -689,7 +699,7 @@ def look_inside(folders, at, traces=32):
             half = torch.where(torch.arange(mixer.n_head) == head, 0.5, 1.0)
             mixer.beta = lambda x, beta=beta, half=half: half * beta(x)
             scaled = accuracy()
-            del mixer.beta                                                # what hid the class's own
+            del mixer.beta                                                # the class's method again
             for j, count in enumerate(bins.tolist()):
                 note("beta", name, round((j + 0.5) * width, 4), count / one.numel())
             for j, y in enumerate(share[:32].tolist(), 1):
@@ -704,7 +714,7 @@ def look_inside(folders, at, traces=32):
 
 
 def verdict(costs):
-    """{head: points of accuracy that halving its beta costs} -> who tracks, in words: heads of 2 or more."""
+    """{head: points of accuracy that halving its beta costs} -> who tracks, in words: who costs 2 does."""
     most, spread = max(costs, key=costs.get), sum(cost >= 2 for cost in costs.values())
     who = {0: "no head's halving costs 2 points", 1: f"the state-tracking head is {most}"}
     return (who.get(spread, f"tracking is spread over {spread} heads, most in {most}") + "; points lost: "
@@ -712,25 +722,26 @@ def verdict(costs):
 
 
 def heads(rows):
-    """The figure of `look_inside`: betas (P1 Figs. 5 and 11), the principal components of keys (Figs. 5 and
+    """The figure of `measure_heads`: betas (P1 Figs. 5 and 11), the principal components of keys (Figs. 5 and
     12), and what is left of accuracy without a head's reflections (Fig. 6)."""
     found = by_panel(rows)
     [chance] = found["chance"]["none"][1]
-    figure, panels = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(14, 4))
+    widest = max(max(y) for _, y in found["beta"].values())
     for i, (name, (x, y)) in enumerate(found["beta"].items()):
-        width = 0.45 * np.array(y) / max(y)
+        width = 0.45 * np.array(y) / widest
         panels[0].fill_betweenx(x, i - width, i + width, step="mid", label=name, color=f"C{i % 10}")
         panels[1].plot(*found["variance"][name], label=name, markevery=0.1)
     panels[0].set_xticks(range(len(found["beta"])), found["beta"])
     panels[0].set(xlabel="layer.head", ylabel="beta (width: share of tokens)", title="Betas")
     panels[1].set(xlabel="principal components", ylabel="share of variance", title="Keys", ylim=(0, 1.03))
-    panels[1].legend(frameon=False, fontsize=8, title="layer.head")
+    panels[1].legend(fontsize=8, title="layer.head")
     left = {name: y for name, (_, [y]) in found["scaled"].items()}
     panels[2].bar(list(left), list(left.values()), color="C0")
     panels[2].axhline(chance, color="black", linestyle=":", label="chance")
     panels[2].set(xlabel="head whose beta is halved", ylabel="reveal accuracy", title="Without reflections",
                   ylim=(0, 1.15))
-    panels[2].legend(frameon=False)
+    panels[2].legend()
     return figure
 
 
@@ -758,7 +769,7 @@ def follow(states, moves, names):
     after = lambda here, move: where.get(here, "").translate(str.maketrans(move, move[::-1]))
     for here in todo:
         for (state, move), there in table.items():
-            if state == here and there not in where and table.get((there, move)) == here:  # else it is wrong
+            if state == here and there not in where and table.get((there, move)) == here:  # a swap undone
                 where[there] = after(here, move)
                 todo.append(there)
     right = lambda here, move, there: there in where and where[there] == after(here, move)
@@ -770,10 +781,8 @@ def follow(states, moves, names):
 def automaton(folders, at, traces=256):
     """Print the automaton in a model of swaps: its states are clouds of hidden vectors at ends of commands,
     found without labels. Is it all n! arrangements, moved by swaps?"""
-    cfg, task, _, model = load_model(folders[0], device="cpu", eval_at=at, eval_samples=traces)
-    if folders[1:] or cfg.task != "repl" or cfg.moves != "swap":
-        raise UserError("automaton: give one run, of --task repl --moves swap")
-    [stage], names, x, moves = parse_stages(at, task), "abcdefghi"[:task.n_vars], [], []
+    cfg, task, model, stage = one_model("automaton", folders, at, traces, lambda cfg, _: cfg.moves == "swap")
+    names, x, moves = "abcdefghi"[:task.n_vars], [], []
     ends = lambda batch: (batch.tokens == ord("\n")) & (batch.tokens.roll(1, 1) >= ord("a"))  # "= b, a\n"
     for batch, hidden in read(cfg, model, task, stage, "test", torch.device("cpu"), ends):
         pairs = [batch.tokens.roll(back, 1)[ends(batch)].view(len(batch.tokens), -1) for back in (1, 3)]
@@ -795,8 +804,8 @@ def automaton(folders, at, traces=256):
 
 FIGURES = {f.__name__: f for f in   # f(groups, at)
            (curve, positions, scores, final, ladder, spacing, nats, samples, budget)}
-MEASURED = {"drift": (suspects, drift), "heads": (look_inside, heads),    # rows = f(paths, at), g(rows)
-            "lengths": (count_lengths, lengths)}
+MEASURED = {"drift": (measure_drift, drift), "heads": (measure_heads, heads),  # rows = f(paths, at); g(rows)
+            "lengths": (measure_lengths, lengths)}
 OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"],  # left out of labels
         "ladder": ["group", "learning_rate", "n_head"], "spacing": ["curriculum", "learning_rate", "n_head"]}
 ALL = """
@@ -849,16 +858,16 @@ def main(argv):
             main([*line.split(), "--overwrite"])
         return 0
     one_of("figure", args.figure, known)
+    if not args.paths and args.figure != "filters":
+        raise UserError(f"{args.figure}: give folders of finished runs, as out/deltanet-repl*")
+    if args.figure == "automaton":
+        automaton(args.paths, args.at)
+        return 0
     endings = {"table": (".csv",)}.get(args.figure, (".png", ".svg") + (".csv",) * (args.figure in MEASURED))
     path = Path(args.save or f"out/{args.figure}{endings[0]}")
     one_of("--save: the ending", path.suffix, endings)
     if path.exists() and not args.overwrite:
         raise UserError(f"{path} exists: add --overwrite, or choose another --save")
-    if not args.paths and args.figure != "filters":
-        raise UserError(f"{args.figure}: give folders of finished runs, as out/*")
-    if args.figure == "automaton":
-        automaton(args.paths, args.at)
-        return 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(args.figure, args.paths, args.at, args.best, path)

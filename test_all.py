@@ -62,6 +62,12 @@ def the_same_random_numbers_every_time():
 
 
 @pytest.fixture(autouse=True)
+def no_figure_stays_open():
+    yield
+    plot.plt.close("all")
+
+
+@pytest.fixture(autouse=True)
 def slow_tests_only_on_demand(request):
     if request.node.get_closest_marker("slow") and not request.config.getoption("markexpr"):
         pytest.skip("slow: run with -m slow")
@@ -2563,7 +2569,8 @@ def test_the_shell_sees_one_line_and_exit_code_2(line, tmp_path):
 
 
 @pytest.mark.parametrize("line, says", [
-    ("", "one of curve"), ("ladder default.csv", "--task group"), ("automaton nowhere", "no such"),
+    ("", "one of curve"), ("ladder", "give folders"), ("ladder default.csv", "--task group"),
+    ("automaton nowhere", "no such"),
     ("samples default.csv", "--curriculum says how long"), ("curve default.csv", "give folders"),
     ("scores nowhere.csv", "cannot be read"), ("drift default.csv", "no column panel"),
     ("nats default.csv", "give runs of --task pfsa"), ("positions contrast.csv", "each reveal")])
@@ -2735,6 +2742,7 @@ def test_every_figure_says_what_it_shows_and_reads_in_grey(figures):
                 light = shade @ [0.3, 0.59, 0.11]
                 assert abs(light - (text.get_color() == "white")) > 0.4, (name, text.get_text())
         words = " ".join([*drawn(figure)[1], *(axes.get_xlabel() for axes in figure.axes)])
+        words += " ".join(text.get_text() for text in figure.texts)
         assert re.search("chance|exact|median|floor|not reached", words), name
 
 
@@ -2923,7 +2931,7 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     cfg, before = train.Config(n_vars=3), copy.deepcopy(lm.state_dict())
     changed = lambda folder, **changes: (dataclasses.replace(cfg, **changes), task, None, lm)
     monkeypatch.setattr(plot, "load_model", changed)
-    rows = plot.look_inside(["a run"], "32x4", traces=8)
+    rows = plot.measure_heads(["a run"], "32x4", traces=8)
     assert "beta" not in vars(lm.blocks[0].mixer)
     assert all(torch.equal(p, before[name]) for name, p in lm.state_dict().items())
     said = {(row["panel"], row["line"], row["x"]): row["y"] for row in rows}
@@ -3058,7 +3066,7 @@ def test_every_readme_command_runs(most, tmp_path, monkeypatch):
         return [Stage(min(L, 128), min(S, 16), moved) for L, S, moved in parse_stages(text, task)]
     monkeypatch.setattr(train, "parse_stages", short)
     monkeypatch.setattr(plot, "parse_stages", short)
-    for look in (plot.suspects, plot.look_inside, plot.automaton):
+    for look in (plot.measure_drift, plot.measure_heads, plot.automaton):
         monkeypatch.setattr(look, "__defaults__", (8,))                   # traces
     monkeypatch.setattr(kernels, "median_ms", lambda f, runs: (f(), 1.0)[1])
     monkeypatch.setattr(kernels.check, "__defaults__", (16, 16, (17,)))   # K, V, lengths
@@ -3103,7 +3111,7 @@ def numbers_of(path):
         settings = dict(zip(words[::2], words[1::2]))
         settings.pop("--seed", None)
         settings.setdefault("--learning-rate", str(train.Config.learning_rate))
-        run, model = tuple(settings.items()), settings.get("--model", "deltanet") if words else ""
+        run, model = tuple(settings.items()), settings.get("--model", "deltanet") if "commands" in row else ""
         for name, text in row.items():
             for word in (" ".join(settings.values()) if name == "command" else text.replace(",", "")).split():
                 with contextlib.suppress(ValueError):
@@ -3129,7 +3137,7 @@ def numbers_without_a_source():
         known = [numbers_of(HERE / "assets" / name) for name in re.findall(r"assets/(\w+\.csv)", text)]
         text = re.sub(r"```(.|\n)*?```|^\|.*\n\|-.*\n", "", text, flags=re.M)  # no code, no heads of tables
         for line in text.splitlines() if heading != "Reading order" else []:
-            name = re.match(r"\| (\w+(?:\+\w+)?)", line)
+            name = re.match(r"\| (?!P\d:)(\w+(?:\+\w+)?)", line)
             cells = line.split("|")[2:] if line[0:1] == "|" else []
             unit = r" ?(?:%|s\b|ms\b|nats|minutes|points|GiB)"
             found = re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?", " ".join(cells)) if cells and name else []
