@@ -2054,8 +2054,8 @@ def test_with_one_row_a_variable_every_swap_rounds_and_it_adds_up(commands):
 
 
 def test_by_hand_every_print_is_right_and_writes_again():
-    right, _, _ = by_hand_against_python(5, 2, Stage(600, 2))
-    assert len(right) == 300 and all(right)
+    right, now, should = by_hand_against_python(5, 2, Stage(600, 2))
+    assert len(right) == 300 and all(right) and torch.allclose(now, should, rtol=1e-4, atol=1e-4)
 
 
 @slow
@@ -2770,7 +2770,7 @@ def test_figures_are_drawn_from_the_numbers_of_their_csv(tmp_path):
                 groups = plot.load([tmp_path / "fake.csv"], options.get("--best"), plot.OVER.get(figure, ()))
                 numbers, _ = drawn(plot.FIGURES[figure](groups, options.get("--at")))
             same = np.isclose(numbers, 1234) | np.isclose(numbers, 0.1234)
-            assert same.sum() >= 3 and same.mean() > 0.4, (figure, numbers)
+            assert same.sum() >= 3 and (~same).sum() <= 4, (figure, numbers)  # of chance, median
 
 
 def test_accuracy_at_a_budget_is_drawn_beside_the_commonest_answer(tmp_path):
@@ -3078,9 +3078,9 @@ def test_every_readme_command_runs(most, tmp_path, monkeypatch):
         if "--functions" in args:
             args[args.index("--functions") + 1] = "100"
         trained = 2 if "--seed" in args or "pfsa" not in args else 99     # pfsa: some are evaluated later
-        for flag, most in (("--seed", 2), ("--learning-rate", 1), ("--model", trained), ("--curriculum", 2)):
+        for flag, first in (("--seed", 2), ("--learning-rate", 1), ("--model", trained), ("--curriculum", 2)):
             for i in (i for i, arg in enumerate(args) if arg == flag):
-                args[i + 1] = ",".join(args[i + 1].split(",")[:most])
+                args[i + 1] = ",".join(args[i + 1].split(",")[:first])
         for flag in ("--warmup", "--cooldown"):                           # too long for 8 traces
             if flag in args:
                 del args[args.index(flag):args.index(flag) + 2]
@@ -3101,8 +3101,9 @@ def sections():
 
 @functools.cache
 def numbers_of(path):
-    """-> {model or "": the numbers that a CSV says of it}: its cells, and, of runs that differ in their seed
-    only, medians, all as they are and as percentages."""
+    """-> {model: the numbers that a CSV says of it}: its cells, settings and numbers of seeds, and, of runs
+    that differ in their seed only, medians, all as they are and as percentages; "": what was measured."""
+    measured = {*plot.COST, *plot.SCORE, *plot.NATS, "to_98", "y"}
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     found, alike = {}, {}
@@ -3116,13 +3117,15 @@ def numbers_of(path):
             for word in (" ".join(settings.values()) if name == "command" else text.replace(",", "")).split():
                 with contextlib.suppress(ValueError):
                     x = float(word)
-                    found.setdefault(model, set()).update((x, 100 * x))
+                    for pool in [model, ""] if name in measured else [model]:
+                        found.setdefault(pool, set()).update((x, 100 * x))
                     where = [row.get(k) for k in ("commands", "spacing", "kind")]
                     alike.setdefault((model, run, *where, name), []).append(x)
-    for (model, *_), values in alike.items():
+    for (model, *_, name), values in alike.items():
         middle = float(np.median(values))
-        found[model].update((middle, 100 * middle, len(values)))          # and the number of seeds
-    return {**found, "": set().union(*found.values())}
+        found[model].update((middle, 100 * middle, len(values)))
+        found[""].update((middle, 100 * middle) if name in measured else ())
+    return found
 
 
 def numbers_without_a_source():
@@ -3139,13 +3142,13 @@ def numbers_without_a_source():
         for line in text.splitlines() if heading != "Reading order" else []:
             name = re.match(r"\| (?!P\d:)(\w+(?:\+\w+)?)", line)
             cells = line.split("|")[2:] if line[0:1] == "|" else []
-            unit = r" ?(?:%|s\b|ms\b|nats|minutes|points|GiB)"
+            unit = r" ?(?:%|s\b|ms\b|nats|minutes|points|GiB)"              # settings have other ones
             found = re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?", " ".join(cells)) if cells and name else []
             found = found or re.findall(rf"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?={unit})", line)
             for word in found:
                 x, digits = float(word.rstrip(",").replace(",", "")), len(word.rstrip(",").partition(".")[2])
                 near = 0.5 * 10 ** -digits + 1e-6
-                pools = [pool[name[1]] if cells and name and name[1] in pool else pool[""] for pool in known]
+                pools = [pool.get(name[1] if cells and name else "", pool[""]) for pool in known]
                 there = x in said.get(heading, ()) or any(abs(x - y) <= near for pool in pools for y in pool)
                 if not there:
                     yield heading, word, line
@@ -3176,6 +3179,15 @@ def test_the_readmes_own_mixer_works(monkeypatch):
     monkeypatch.setitem(models.MIXERS, "mean", scope["Mean"])
     for model in ("mean", "deltanet+mean"):
         agrees_with_itself(build(model))
+
+
+def test_every_csv_and_every_link_of_the_readme_is_there():
+    text = (HERE / "README.md").read_text()
+    named = set(re.findall(r"assets/([\w.]+\.(?:csv|png))", text)) | {"filters.png"}
+    assert named == {path.name for path in (HERE / "assets").iterdir()}
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading, _ in sections()}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", text)) <= anchors
+    assert all((HERE / path).exists() for path in re.findall(r"\]\(([\w/]+\.\w+)\)", text))
 
 
 def test_the_first_command_is_within_120_words():
