@@ -560,17 +560,17 @@ def tokens_that_lose(model, n, commands, state, width):
     return lost, beta_met / met
 
 
+KNOWN = {"drift": "deltanet or gated_deltanet", "heads": "deltanet or its kin", "automaton": "--moves swap"}
+
+
 def one_model(figure, folders, at, traces, known):
     """-> cfg, task, model and the one stage of `at`, of the one run for which known(cfg, model).
     Raises UserError for other runs."""
-    cfg, task, stages, model = load_model(folders[0], device="cpu", eval_at=at, eval_samples=traces)
+    cfg, task, _, model = load_model(folders[0], device="cpu", eval_at=at, eval_samples=traces)
     stages = parse_stages(at, task)
     if folders[1:] or stages[1:] or cfg.task != "repl" or not known(cfg, model):
         raise UserError(f"{figure}: give one run on repl, of {KNOWN[figure]}, and one stage as --at")
     return cfg, task, model, stages[0]
-
-
-KNOWN = {"drift": "deltanet or gated_deltanet", "heads": "deltanet or its kin", "automaton": "--moves swap"}
 
 
 @torch.no_grad()

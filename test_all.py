@@ -3024,6 +3024,8 @@ def test_an_automaton_is_read_from_the_ends_of_commands_alone(monkeypatch, capsy
             assert where[there] == where[line[0]].translate({ord(a): b, ord(b): a})
     with pytest.raises(UserError, match="give one run"):
         plot.automaton(["a run", "another"], "16x2")
+    with pytest.raises(UserError, match="one stage"):
+        plot.automaton(["a run"], "16x2 8x1")
 
 
 def readme_commands():
