@@ -399,10 +399,10 @@ def by_hand(task, places=2):
 
     Rows of the state are variables, columns digits. A key is what stands here minus what stood two tokens
     ago. So at the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c change places. At
-    the digit of "a = 5" it is -e_a, and beta = 1 writes. Elsewhere beta is 0, or the key: names cancel
-    ("c = c", "c', c"), or a line's end two or three tokens ago, or " = " three ago, push it so far down that
-    SiLU makes it 0. Each variable has two rows alike, for keys of +-1/2: fp32 holds those, and not 1/sqrt(2).
-    With one (places=1) a swap is right to a rounding, and roundings add up."""
+    the digit of "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. Elsewhere beta is 0, or the
+    key: names cancel ("c = c", "c', c"), or a line's end two or three tokens ago, or " = " three ago, push it
+    so far down that SiLU makes it 0. Each variable has two rows alike, for a swap's keys to be of +-1/2: fp32
+    holds those, and not 1/sqrt(2). With one (places=1) a swap is right to a rounding; roundings add up."""
     if getattr(task, "moves", None) != "swap":
         raise UserError("by_hand: give a data.Repl with moves='swap'")
     n, D, near, far = task.n_vars, 32, 2.0 ** -30, 2.0 ** 10              # SiLU(x) is x / 2 for so small x
