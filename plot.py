@@ -34,7 +34,7 @@ import re
 import shlex
 from collections import Counter
 from dataclasses import asdict
-from itertools import combinations, groupby
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -792,17 +792,15 @@ def automaton(folders, at, traces=256):
     centres = clouds(x[:4096])                                            # it compares each with each
     states = torch.cdist(x, centres).argmin(1).view(len(moves), -1).tolist()
     table, where, wrong, share = follow(states, moves, names)
-    swaps = ["".join(pair) for pair in combinations(names, 2)]
-    print(f"states       {len(centres)} of {len(names)}! = {math.factorial(len(names))}")
-    print(f"table        {len(table)} entries, {len(wrong)} wrong")
-    print(f"transitions  {share:.2%} of {len(x) - len(moves):,} right")
+    print(f"states  {len(centres)} of {len(names)}! = {math.factorial(len(names))}")
+    print(f"steps   {share:.2%} of {len(x) - len(moves):,} right; of {len(table)} kinds {len(wrong)} wrong")
     for state, held in sorted(where.items()) if len(names) <= 3 else ():
-        print(f"{state} {held}  " + "  ".join(f"{move} -> {table.get((state, move))}" for move in swaps))
+        print(state, held, *(f" {move} -> {table[i, move]}" for i, move in sorted(table) if i == state))
     for state, move, there in wrong[:1]:
         print(f"the first wrong entry: {move} takes state {state} to {there}")
 
 
-FIGURES = {f.__name__: f for f in   # f(groups, at)
+FIGURES = {f.__name__: f for f in  # f(groups, at)
            (curve, positions, scores, final, ladder, spacing, nats, samples, budget)}
 MEASURED = {"drift": (measure_drift, drift), "heads": (measure_heads, heads),  # rows = f(paths, at); g(rows)
             "lengths": (measure_lengths, lengths)}

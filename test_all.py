@@ -3016,10 +3016,9 @@ def test_an_automaton_is_read_from_the_ends_of_commands_alone(monkeypatch, capsy
     monkeypatch.setattr(plot, "read", read)
     plot.automaton(["a run"], "16x2")
     said = capsys.readouterr().out.splitlines()
-    assert said[:3] == ["states       6 of 3! = 6", "table        18 entries, 0 wrong",
-                        "transitions  100.00% of 3,840 right"]
-    where = {line[0]: line[2:5] for line in said[3:]}
-    for line in said[3:]:                                                 # "0 abc  ab -> 2  ac -> 1  bc -> 4"
+    assert said[:2] == ["states  6 of 3! = 6", "steps   100.00% of 3,840 right; of 18 kinds 0 wrong"]
+    where = {line[0]: line[2:5] for line in said[2:]}
+    for line in said[2:]:                                                 # "0 abc  ab -> 2  ac -> 1  bc -> 4"
         for (a, b), there in re.findall(r"(\w\w) -> (\d)", line):
             assert where[there] == where[line[0]].translate({ord(a): b, ord(b): a})
     with pytest.raises(UserError, match="give one run"):
