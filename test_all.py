@@ -3,7 +3,7 @@ The claims, as code. Each test is a sentence that this project says of itself, c
 a float64 loop, brute force, a real Python interpreter, finite differences, a killed process.
 
     python -m pytest -q test_all.py              under three minutes on two cores
-    python -m pytest -q -m slow test_all.py      nine minutes more
+    python -m pytest -q -m slow test_all.py      twelve minutes more
 """
 import contextlib
 import copy
