@@ -93,7 +93,12 @@ class Parser(argparse.ArgumentParser):
 def start(main):
     """Call main(arguments), which returns the exit code."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:                                               # the reader has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)                                                     # as a shell says of SIGPIPE
     except UserError as error:
         print(f"{sys.argv[0].split('/')[-1]}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -2581,6 +2581,15 @@ def test_figures_refuse_what_they_cannot_draw(line, says, tmp_path):
     assert says in str(caught.value) and "\n" not in str(caught.value) and not any(tmp_path.iterdir())
 
 
+def test_a_reader_may_leave_early():
+    """As `python data.py repl --samples 500 | head -1` does."""
+    words = [sys.executable, str(HERE / "data.py"), "repl", "--samples", "500"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline().startswith(b"sample 0")
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+
+
 def test_broken_and_foreign_checkpoints_are_refused(tmp_path):
     go(tmp_path / "runs", "--max-samples", 200)
     good = (only(tmp_path / "runs") / "ckpt.pt").read_bytes()
@@ -3160,6 +3169,12 @@ def test_every_number_of_the_readme_is_in_a_committed_csv(monkeypatch):
     text = "see assets/default.csv\n| model | right |\n|---|---|\n| deltanet | 99.4 % and 87.6 % |\nin 12.3 s"
     monkeypatch.setattr(sys.modules[__name__], "sections", lambda: [("Measured", text)])
     assert [number for _, number, _ in numbers_without_a_source()] == ["87.6", "12.3"]
+
+
+def test_the_trace_in_the_readme_is_what_its_command_prints(capsys):
+    [words] = [words for words in readme_commands() if words[:2] == ["data.py", "repl"]]
+    data.main(words[1:])
+    assert f"```\n{capsys.readouterr().out.strip()}\n```" in (HERE / "README.md").read_text()
 
 
 def snippets():
