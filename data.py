@@ -96,7 +96,7 @@ def start(main):
         code = main(sys.argv[1:])
         sys.stdout.flush()
         sys.exit(code)
-    except BrokenPipeError:                                               # the reader has left, as `head` does
+    except BrokenPipeError:                                               # the reader left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)                                                     # as a shell says of SIGPIPE
     except UserError as error:
