@@ -45,16 +45,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import pfsa
+from data import Arith, Group, Parser, Stage, UserError, one_of, parse_stages, read_traces, start
+from models import DeltaNet, GatedDeltaNet
+from train import BESIDE_THE_POINT, Config, evaluate, flag, load_model, parse, read, stage_of
+
 plt.rcParams.update({
     "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False,
     "axes.prop_cycle": plt.cycler(                                        # lines differ in grey, too
         color=[*plt.get_cmap("tab10").colors, "black", "gray"], linestyle=["-", "--", "-.", ":"] * 3,
         marker=list("os^vDPX*<>hd"))})
-
-import pfsa
-from data import Arith, Group, Parser, Stage, UserError, one_of, parse_stages, read_traces, start
-from models import DeltaNet, GatedDeltaNet
-from train import BESIDE_THE_POINT, Config, evaluate, flag, load_model, parse, read, stage_of
 
 
 def lines(curves, x_label, y_label, title, chance=None, axes=None):
@@ -392,7 +392,7 @@ def by_panel(rows):
 
 
 def measure_lengths(files, at):
-    """Files of traces -> rows {"panel": a file, "x": steps, "y": how many traces of it have so many}."""
+    """Files of traces -> rows {"panel": a file, "line", "x": steps, "y": how many traces have so many}."""
     rows = []
     for file in files:
         traces = read_traces(file)
@@ -805,13 +805,13 @@ FIGURES = {f.__name__: f for f in  # f(groups, at)
 MEASURED = {"drift": (measure_drift, drift), "heads": (measure_heads, heads),  # rows = f(paths, at); g(rows)
             "lengths": (measure_lengths, lengths)}
 OVER = {"samples": ["curriculum", "max_samples"], "budget": ["curriculum", "digits"],  # left out of labels
-        "ladder": ["group", "learning_rate", "n_head"], "spacing": ["curriculum", "learning_rate", "n_head"]}
+        "ladder": ["group"], "spacing": ["curriculum"]}
 ALL = """
 positions assets/positions.csv --at 128x16 --best learning_rate --save assets/contrast.png
 scores assets/contrast.csv --best learning_rate --save assets/scores.png
 final assets/final.csv --save assets/final.png
-spacing assets/spacing.csv --save assets/spacing.png
-ladder assets/ladder.csv --save assets/ladder.png
+spacing assets/spacing.csv --best learning_rate --save assets/spacing.png
+ladder assets/ladder.csv --best learning_rate --save assets/ladder.png
 drift assets/drift.csv --save assets/drift.png
 heads assets/heads.csv --save assets/heads.png
 filters --save assets/filters.png
