@@ -47,6 +47,7 @@ try:
 except ImportError:
     triton, tl, jit, kernel = None, SimpleNamespace(constexpr=lambda x: x), lambda f: f, lambda f: f
 
+OLDEST_TRITON = [3, 6]  # the oldest that the kernels were compiled and checked with
 LOG_MIN = -30.0  # log-gates are clamped here: e^-30 forgets all there was, and cumulative sums stay accurate
 
 
@@ -507,6 +508,9 @@ def why_not_triton(device, dtype, K, V):
     """-> what keeps the kernels from such tensors, or None."""
     if triton is None:
         return "the package triton is not installed"
+    version = [int(x) for x in triton.__version__.split(".")[:2]]
+    if version < OLDEST_TRITON:
+        return "triton {}.{} is older than the {}.{} these kernels need".format(*version, *OLDEST_TRITON)
     if device.type != "cuda" and not INTERPRETED:
         return f"tensors are on the {device.type}, kernels run on a CUDA GPU"
     if dtype == torch.float64:
@@ -698,15 +702,6 @@ def check(device, backend, dtype, K=16, V=16, lengths=(1, 2, 15, 16, 17, 100, 10
           "".join(f"{error:9.0e}" for error in worst.values()), flush=True)
 
 
-def their_scan():
-    """The kernels of the package flash-linear-attention as a function like delta_rule, or None without it."""
-    try:
-        from fla.ops.delta_rule import chunk_delta_rule
-    except ImportError:
-        return None
-    return lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta, scale=1.0, output_final_state=True)
-
-
 def clock(device, shape, scans, dtype):
     """Print a row: ms forward | forward and backward of each scan, and its largest error against float64, on
     transpositions (beta 2); last, the time that the bytes alone would take, from a copy timed beside it."""
@@ -759,7 +754,6 @@ def main():
         dtype, shapes = torch.bfloat16, ((8, 1024, 8, 64), (32, 256, 4, 32), (64, 512, 4, 32),
                                          (8, 2048, 8, 128), (1, 16384, 16, 64), (2, 8192, 16, 128))
         scans["triton"] = functools.partial(delta_rule, backend="triton")
-        scans |= {"flash-lin.-attn.": their_scan()} if their_scan() else {}
     print(f"\n{dtype}, {torch.get_num_threads()} threads: ms forward | forward + backward, error")
     print(f"{'B, T, H, K':>16s}" + "".join(f"{name:>26s}" for name in scans) + f"{'bytes alone':>19s}")
     for shape in shapes:

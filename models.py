@@ -1,42 +1,44 @@
 """
-The models: one language model, ten ways to mix time, each an equation you know.
+The models: one language model, nine ways to mix time, each an equation you know.
 
     x = embed(tokens);   x = x + mixer(norm(x)), x = x + mlp(norm(x)) in each block;   logits = head(norm(x))
 
   linear_attention  S_t = S_{t-1} + k_t v_t^T
   deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in (0, beta_max)
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
-  deltaproduct      n_householder delta steps a token
-  renorm_deltanet   deltanet, its state scaled after every 16 tokens: linear, but for that
+  deltaproduct      n_householder delta steps per token
   ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
   lstm, gru, rnn    torch's own, nonlinear in the state
 
-The first six read o_t = S_t^T q_t and differ in few lines. beta_max = 2 lets the eigenvalue 1 - beta_t
-reach -1 (to swap is to reflect), beta_max = 1 keeps it in [0, 1]. "a+b" alternates mixers, block by block.
+The first five read o_t = S_t^T q_t and differ in few lines. With beta_max = 2 the eigenvalue 1 - beta_t
+reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers.
 
 All have one signature, forward(x, state) -> (y, state): the whole sequence in training, one token in
-decoding, one segment after another in a long evaluation. state None is the start.
+decoding, one segment after another in a long evaluation. state=None is the start.
 
-Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width.
+Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. At the end, a DeltaNet whose weights
+are written by hand. Not here: dropout, weight tying, padding masks.
 
 Look at them:   python models.py
-
-At the end, a DeltaNet whose weights are written by hand. Not here: dropout, weight tying, padding masks.
 """
+import functools
 import math
 from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from data import PAD, UserError
-from kernels import decay_scan, delta_rule, median_ms
+from kernels import decay_scan, delta_rule
+
+PAD = 0                                            # the token after a trace's end, as in data.py
+RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depend on the dtype
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The linear RNNs: each is the one above it, and a line
+# The linear RNNs: each adds one line to the one above it
 
 class ShortConv(nn.Module):
     """Causal convolution over `width` tokens, each channel by itself. State: the last width - 1 inputs."""
@@ -46,11 +48,13 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, channels))
 
     def forward(self, x, state=None):
-        width, T = self.weight.shape[0], x.shape[1]
+        B, T, channels = x.shape
+        weight = self.weight.to(x.dtype)
         if state is None:
-            state = x.new_zeros(x.shape[0], width - 1, x.shape[2])
-        x = torch.cat([state.to(x.dtype), x], 1)                          # (B, width-1+T, channels)
-        return sum(w * x[:, i:i + T] for i, w in enumerate(self.weight.to(x.dtype))), x[:, T:]
+            state = x.new_zeros(B, len(weight) - 1, channels)
+        x = torch.cat([state, x], 1)                                    # (B, width - 1 + T, channels)
+        y = sum(w * x[:, i:i + T] for i, w in enumerate(weight))        # (B, T, channels)
+        return y, x[:, T:]
 
 
 class LinearAttention(nn.Module):
@@ -58,23 +62,27 @@ class LinearAttention(nn.Module):
 
     Also the frame of the next four: q, k, v from a projection, a short convolution and SiLU; q and k of unit
     length; a scan; a norm on its output. State: (the convolution's, the scan's (B, H, K, V) in fp32)."""
-    steps = 1                                                             # keys and values a token
+    steps = 1                                                           # keys and values per token
 
     def __init__(self, cfg):
         super().__init__()
-        D, self.n_head, self.beta_max = cfg.d_model, cfg.n_head, cfg.beta_max
-        self.qkv = nn.Linear(D, (1 + 2 * self.steps) * D, bias=False)
-        self.conv = ShortConv((1 + 2 * self.steps) * D)
-        self.norm = nn.RMSNorm(D // cfg.n_head, eps=1e-5)
+        D = cfg.d_model
+        self.n_head, self.head_dim = cfg.n_head, D // cfg.n_head
+        self.beta_max = cfg.beta_max
+        width = (1 + 2 * self.steps) * D
+        self.qkv = nn.Linear(D, width, bias=False)
+        self.conv = ShortConv(width)
+        self.norm = RMSNorm(self.head_dim)
         self.out = nn.Linear(D, D, bias=False)
 
     def project(self, x, conv_state=None):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K), and the convolution's state."""
         y, conv_state = self.conv(self.qkv(x), conv_state)
-        y = F.silu(y).unflatten(-1, (1 + 2 * self.steps, self.n_head, -1))  # (B, T, 1 + 2*steps, H, K)
-        q, k, v = y[:, :, 0], y[:, :, 1:1 + self.steps].flatten(1, 2), y[:, :, 1 + self.steps:].flatten(1, 2)
-        q, k = (F.normalize(x, dim=-1).to(v.dtype) for x in (q, k))         # autocast would leave them fp32
-        return q, k, v, conv_state
+        y = F.silu(y).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
+        q, k, v = y.split((1, self.steps, self.steps), 2)
+        q = F.normalize(q.flatten(1, 2), dim=-1).to(y.dtype)            # autocast would leave it in fp32
+        k = F.normalize(k.flatten(1, 2), dim=-1).to(y.dtype)
+        return q, k, v.flatten(1, 2), conv_state
 
     def scan(self, x, q, k, v, S):
         return decay_scan(q, k, v, state=S)
@@ -83,11 +91,11 @@ class LinearAttention(nn.Module):
         conv_state, S = state or (None, None)
         q, k, v, conv_state = self.project(x, conv_state)
         o, S = self.scan(x, q, k, v, S)
-        return self.out(self.norm(o).flatten(-2)), (conv_state, S)
+        return self.out(self.norm(o).flatten(2)), (conv_state, S)
 
 
 class DeltaNet(LinearAttention):
-    """Yang et al. 2406.06484: overwrite what the key holds. beta_max 2 after Grazzi et al. 2411.12537."""
+    """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -96,7 +104,7 @@ class DeltaNet(LinearAttention):
     def beta(self, x):
         """(B, T, D) -> (B, T*steps, H) in (0, beta_max); 1 - beta is the eigenvalue."""
         beta = self.beta_max * torch.sigmoid(self.to_beta(x).float())
-        return beta.unflatten(-1, (self.steps, self.n_head)).flatten(1, 2)
+        return beta.view(x.shape[0], -1, self.n_head)
 
     def scan(self, x, q, k, v, S):
         return delta_rule(q, k, v, self.beta(x), state=S)
@@ -114,44 +122,21 @@ class GatedDeltaNet(DeltaNet):
 
 
 class DeltaProduct(DeltaNet):
-    """Siems et al. 2502.10297: n_householder delta steps a token, which can be a product of reflections."""
+    """Siems et al. 2502.10297: n_householder delta steps per token, which can be a product of reflections."""
 
     def __init__(self, cfg):
         self.steps = cfg.n_householder
         super().__init__(cfg)
 
     def scan(self, x, q, k, v, S):
-        q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, self.steps - 1, 0)).flatten(1, 2)  # it reads the last step
+        q = q.repeat_interleave(self.steps, 1)
         o, S = delta_rule(q, k, v, self.beta(x), state=S)
-        return o[:, self.steps - 1::self.steps], S
-
-
-class RenormDeltaNet(DeltaNet):
-    """Ours: what P1 (section 5) says that a linear RNN lacks, and no more. After every 16 tokens each column
-    of S, what all keys hold of one value channel, is scaled to a learned length; between, all is linear.
-    State: the convolution's, the scan's, and how many tokens it has read."""
-    every = 16
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.norm_of_state = nn.Parameter(torch.ones(cfg.n_head, 1, 1))
-
-    def forward(self, x, state=None):
-        conv_state, S, read = state or (None, None, torch.zeros((), dtype=torch.long))
-        q, k, v, conv_state = self.project(x, conv_state)
-        T, late = x.shape[1], int(read) % self.every
-        cuts, o = [0, *range(self.every - late, T, self.every), T], []
-        for a, b in zip(cuts, cuts[1:]):
-            piece, S = self.scan(x[:, a:b], q[:, a:b], k[:, a:b], v[:, a:b], S)
-            o.append(piece)
-            if (late + b) % self.every == 0:
-                S = self.norm_of_state * S * torch.rsqrt(S.square().sum(-2, keepdim=True) + 1e-3)
-        return self.out(self.norm(torch.cat(o, 1)).flatten(-2)), (conv_state, S, read + T)
+        return o[:, self.steps - 1::self.steps], S                      # what is read after the last step
 
 
 class SSM(DeltaNet):
-    """Dao and Gu 2405.21060, Mamba-2's shape: all that is held fades by 1 - beta, whatever its key. Unlike
-    Mamba's exp(-dt), 1 - beta may be negative (beta_max 2): one flag sets everybody's eigenvalues."""
+    """Dao and Gu 2405.21060, Mamba-2's shape: everything in the state decays by 1 - beta, whatever its key.
+    Unlike Mamba's exp(-dt), 1 - beta may be negative: beta_max sets every model's eigenvalues."""
 
     def scan(self, x, q, k, v, S):
         beta = self.beta(x)
@@ -163,12 +148,13 @@ class SSM(DeltaNet):
 
 def rotate(x, start):
     """Rotary position embedding (2104.09864) of x (B, H, T, K), whose first token has position `start`."""
-    half = x.shape[-1] // 2
-    frequency = 10000.0 ** -(torch.arange(half, device=x.device) / half)
-    angle = (start + torch.arange(x.shape[2], device=x.device))[:, None] * frequency  # (T, K/2)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x.split(half, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    T, K = x.shape[2:]
+    position = torch.arange(start, start + T, device=x.device)
+    frequency = 10000.0 ** torch.linspace(0, 2 / K - 1, K // 2, device=x.device)
+    angle = torch.outer(position, frequency)                            # (T, K/2)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -181,14 +167,17 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
 
     def forward(self, x, state=None):
-        T, past = x.shape[1], 0 if state is None else state[0].shape[2]
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
+        qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, H, T, K) each
+        past = state[0].shape[2] if state else 0
         q, k = rotate(q, past), rotate(k, past)
-        if state is not None:
-            k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
-        seen = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past else None
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=not past)
-        return self.out(o.transpose(1, 2).flatten(-2)), (k, v)
+        if state:
+            k = torch.cat([state[0], k], 2)
+            v = torch.cat([state[1], v], 2)
+        mask = causal_lower_right(q.shape[2], k.shape[2])               # the last query sees all keys
+        o = F.scaled_dot_product_attention(q, k, v, mask)
+        y = self.out(o.transpose(1, 2).flatten(2))
+        return y, (k, v)
 
 
 class Recurrent(nn.Module):
@@ -206,7 +195,6 @@ MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "deltaproduct": DeltaProduct,
-    "renorm_deltanet": RenormDeltaNet,
     "linear_attention": LinearAttention,
     "ssm": SSM,
     "transformer": Attention,
@@ -233,10 +221,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """x = x + mixer(norm(x)), x = x + mlp(norm(x)). State: the mixer's."""
+
     def __init__(self, cfg, mixer):
         super().__init__()
-        self.norm1, self.mixer = nn.RMSNorm(cfg.d_model, eps=1e-5), MIXERS[mixer](cfg)
-        self.norm2, self.mlp = nn.RMSNorm(cfg.d_model, eps=1e-5), MLP(cfg)
+        self.norm1 = RMSNorm(cfg.d_model)
+        self.mixer = MIXERS[mixer](cfg)
+        self.norm2 = RMSNorm(cfg.d_model)
+        self.mlp = MLP(cfg)
 
     def forward(self, x, state=None):
         y, state = self.mixer(self.norm1(x), state)
@@ -245,121 +237,39 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """cfg has model, d_model, d_mlp, n_layer, n_head, beta_max, n_householder, state_head, as train.py's
-    Config. `forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is
-    a state head, of no use but for its loss."""
+    """`forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is a
+    state head (below), used by its loss only; n_slots and n_classes are for the linear one. cfg has model,
+    d_model, d_mlp, n_layer, n_head, beta_max, n_householder, states and state_layer, as in train.py."""
 
-    def __init__(self, cfg, vocab_size, n_slots, n_classes):
+    def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
-        mixers = cfg.model.split("+")
+        mixers = cfg.model.split("+") * cfg.n_layer
         self.embed = nn.Embedding(vocab_size, cfg.d_model)
-        self.blocks = nn.ModuleList(Block(cfg, mixers[i % len(mixers)]) for i in range(cfg.n_layer))
-        self.state_layer = cfg.state_layer
-        self.norm = nn.RMSNorm(cfg.d_model, eps=1e-5)
+        self.blocks = nn.ModuleList(Block(cfg, name) for name in mixers[:cfg.n_layer])
+        self.norm = RMSNorm(cfg.d_model)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
-        self.to_state = LinearHead(cfg, vocab_size, n_slots, n_classes) if n_slots else nn.Identity()
         init_weights(self)
-        if cfg.state_head != "linear":                                    # so late, so the rest starts alike
-            self.to_state = STATE_HEADS[cfg.state_head](cfg, vocab_size, n_slots, n_classes)
-            init_weights(self.to_state)
+        self.state_layer = cfg.state_layer or cfg.n_layer
+        self.to_state = nn.Identity()                                   # last: the rest starts the same with
+        if cfg.states == "linear" and n_slots:                          # any state head and with none
+            self.to_state = LinearHead(cfg, n_slots, n_classes)
+        elif cfg.states == "transformer":
+            self.to_state = TransformerHead(cfg, vocab_size)
+        elif cfg.states == "contrastive":
+            self.to_state = ContrastiveHead()
 
     def forward(self, tokens, state=None):
-        """tokens (B, T) int64 -> hidden (B, T, D), state: a list with an entry per block, to be passed on."""
-        hidden, _, state = self.with_told(tokens, state)
-        return hidden, state
-
-    def with_told(self, tokens, state=None):
-        """The same, and between them the hidden vectors (B, T, D) that the state head reads."""
-        x, told, new = self.embed(tokens), None, []
-        for i, (block, s) in enumerate(zip(self.blocks, state or [None] * len(self.blocks)), 1):
-            x, s = block(x, s)
-            new.append(s)
-            if i == self.state_layer:
-                told = self.norm(x)
+        """tokens (B, T) int64, state: None, or what was returned for the tokens before -> hidden (B, T, D);
+        told (B, T, D), what the state head reads: the norm of block state_layer's output (0: the last's);
+        state: a list, one entry per block."""
+        x, new = self.embed(tokens), []
+        for i, block in enumerate(self.blocks):
+            x, block_state = block(x, state[i] if state else None)
+            new.append(block_state)
+            if i + 1 == self.state_layer:
+                told = x
         hidden = self.norm(x)
-        return hidden, hidden if told is None else told, new
-
-
-# ----------------------------------------------------------------------------------------------------------
-# State heads (P2 section 4): the machine's state after a line, asked of the hidden vector at its end
-
-class LinearHead(nn.Linear):
-    """n_slots softmaxes over n_classes. Where states are hidden, the labels are exact beliefs."""
-
-    def __init__(self, cfg, vocab_size, n_slots, n_classes):
-        super().__init__(cfg.d_model, n_slots * n_classes, bias=False)
-        self.n_slots = n_slots
-
-    def forward(self, hidden):
-        """(..., D) -> logits (..., n_slots, n_classes)"""
-        return super().forward(hidden).unflatten(-1, (self.n_slots, -1))
-
-    def loss(self, lm, hidden, batch):
-        """Hidden vectors (B, T, D) of a data.Batch -> nats a slot, the mean."""
-        logits, truth = self(hidden[batch.line_end]).float(), batch.state[batch.line_end]
-        if batch.belief is None:
-            return F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=-1)
-        known = truth[:, 0] >= 0
-        return F.cross_entropy(logits[known, 0], batch.belief[batch.line_end][known])
-
-
-def state_texts(batch):
-    """-> where (B, T), the ends of the N lines after which there is a state; the states as tokens (N, W)."""
-    if batch.state_text is not None:
-        text = batch.state_text.flatten(0, 1)
-        return batch.line_end, text[text[:, 0] != PAD]
-    where = batch.line_end & (batch.state >= 0).any(-1)
-    state = batch.state[where]
-    return where, torch.where(state < 0, ord(" "), ord("0") + state)      # a token a slot
-
-
-class TransformerHead(nn.Module):
-    """Two attention blocks that write the state's text after the hidden vector. Knows only that vector."""
-
-    def __init__(self, cfg, vocab_size, n_slots, n_classes):
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.d_model)
-        self.blocks = nn.ModuleList(Block(cfg, "transformer") for _ in range(2))
-        self.norm = nn.RMSNorm(cfg.d_model, eps=1e-5)
-        self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
-
-    def loss(self, lm, hidden, batch):
-        """Hidden vectors (B, T, D) of a data.Batch -> nats a token of the states' texts, the mean."""
-        where, text = state_texts(batch)
-        x = torch.cat([hidden[where][:, None], self.embed(text[:, :-1])], 1)
-        for block in self.blocks:
-            x, _ = block(x)
-        logits = self.head(self.norm(x)).float()                          # (N, W, vocabulary)
-        return F.cross_entropy(logits.flatten(0, 1), text.flatten(), ignore_index=PAD)
-
-
-class ContrastiveHead(nn.Module):
-    """The hidden vector must point where the same LM's points after it has read the state's text; lines and
-    states of one program find each other (CLIP, 2103.00020; appendix D). No parameters. P2 leaves open what
-    to do with lines that have the same state, as half of parity's: here it is one candidate for them all."""
-    temperature = 0.07
-
-    def __init__(self, cfg, vocab_size, n_slots, n_classes):
-        super().__init__()
-
-    def loss(self, lm, hidden, batch):
-        """Hidden vectors (B, T, D) of a data.Batch -> nats, the mean of both directions."""
-        where, text = state_texts(batch)
-        text, number = text.unique(dim=0, return_inverse=True)            # (U, W), (N,)
-        _, read, _ = lm.with_told(text)
-        end = (text != PAD).sum(1) - 1
-        state = read[torch.arange(len(text), device=end.device), end]
-        cosine = (F.normalize(hidden[where], dim=-1) @ F.normalize(state, dim=-1).T).float()      # (N, U)
-        alike, program = ((cosine - 1) / self.temperature).exp(), where.nonzero()[:, 0]
-        lines = alike.new_zeros(len(where), len(text)).index_add(0, program, alike)   # sums over its lines
-        has = torch.zeros_like(lines)
-        has[program, number] = 1
-        states = (alike * has[program]).sum(1)                            # and over its states
-        its = alike.gather(1, number[:, None])[:, 0].log()
-        return (states.log() + lines[program, number].log()).mean() / 2 - its.mean()
-
-
-STATE_HEADS = {"linear": LinearHead, "transformer": TransformerHead, "contrastive": ContrastiveHead}
+        return hidden, hidden if told is x else self.norm(told), new
 
 
 def init_weights(model):
@@ -377,127 +287,192 @@ def init_weights(model):
     for name, p in model.named_parameters():
         if ".rnn." in name or "norm" in name:
             continue
-        if name.endswith(("head.weight", "to_beta.bias")) or name == "to_state.weight":
+        elif name.endswith(("head.weight", "to_beta.bias")):
             nn.init.zeros_(p)
         elif name.endswith("to_gate.bias"):
             nn.init.constant_(p, 4)
         elif name.endswith("conv.weight"):
-            nn.init.uniform_(p, -len(p) ** -0.5, len(p) ** -0.5)
+            bound = len(p) ** -0.5
+            nn.init.uniform_(p, -bound, bound)
+        elif name.startswith("embed"):
+            nn.init.normal_(p)
+        elif name.endswith(("mixer.out.weight", "mlp.down.weight")):
+            nn.init.normal_(p, std=(2 * len(model.blocks) * p.shape[1]) ** -0.5)
         else:
-            std = 1 if name.startswith("embed") else p.shape[1] ** -0.5
-            if name.endswith(("mixer.out.weight", "mlp.down.weight")):
-                std /= math.sqrt(2 * len(model.blocks))
-            nn.init.normal_(p, std=std)
+            nn.init.normal_(p, std=p.shape[1] ** -0.5)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# State heads (P2 section 4): supervise the hidden vector at a line's end with the program's state there.
+# All have loss(lm, told, batch) -> nats: told (B, T, D) from LM.forward, batch a data.Batch of tensors.
+
+class LinearHead(nn.Linear):
+    """n_slots softmaxes over n_classes; where the state is hidden, the labels are exact beliefs."""
+
+    def __init__(self, cfg, n_slots, n_classes):
+        super().__init__(cfg.d_model, n_slots * n_classes, bias=False)
+        self.n_slots = n_slots
+        nn.init.zeros_(self.weight)
+
+    def forward(self, told):
+        """(..., D) -> logits (..., n_slots, n_classes)"""
+        return super().forward(told).unflatten(-1, (self.n_slots, -1))
+
+    def loss(self, lm, told, batch):
+        """The mean over slots that are defined."""
+        logits = self(told[batch.line_end]).float()                     # (N, n_slots, n_classes)
+        if batch.belief is None:
+            label = batch.state[batch.line_end]                         # (N, n_slots)
+            return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-1)
+        belief = batch.belief[batch.line_end]                           # (N, n_classes)
+        known = belief.sum(-1) > 0
+        return F.cross_entropy(logits[known, 0], belief[known])
+
+
+def state_texts(batch):
+    """-> trace (N,), place (N,): where the N lines end that are followed by a state; its text (N, W)."""
+    trace, line = (batch.state_text[..., 0] != PAD).nonzero(as_tuple=True)
+    ends = batch.line_end.int().argsort(dim=1, descending=True, stable=True)   # (B, T), line ends first
+    return trace, ends[trace, line], batch.state_text[trace, line]
+
+
+class TransformerHead(nn.Module):
+    """Two attention blocks that write the state's text, given only the hidden vector at the line's end."""
+
+    def __init__(self, cfg, vocab_size):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, cfg.d_model)
+        self.blocks = nn.ModuleList(Block(cfg, "transformer") for _ in range(2))
+        self.norm = RMSNorm(cfg.d_model)
+        self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
+        init_weights(self)
+
+    def loss(self, lm, told, batch):
+        """The mean over tokens of the states' texts."""
+        trace, place, text = state_texts(batch)
+        line = told[trace, place]                                       # (N, D)
+        x = torch.cat([line[:, None], self.embed(text[:, :-1])], 1)
+        for block in self.blocks:
+            x, _ = block(x)
+        logits = self.head(self.norm(x)).float()                        # (N, W, vocabulary)
+        return F.cross_entropy(logits.flatten(0, 1), text.flatten(), ignore_index=PAD)
+
+
+class ContrastiveHead(nn.Module):
+    """InfoNCE between the hidden state at a line's end and the LM's hidden state after reading the state text
+    (as CLIP, 2103.00020; P2 appendix D). Candidates are the lines and the states of the same trace. P2 leaves
+    open what to do with lines that have the same state, as half of parity's: here they share one candidate.
+    No parameters."""
+    temperature = 0.07
+
+    def loss(self, lm, told, batch):
+        """The mean of both directions, line to state and state to line."""
+        trace, place, text = state_texts(batch)
+        text, number = text.unique(dim=0, return_inverse=True)          # (U, W), (N,)
+        _, read, _ = lm(text)
+        ends = (text != PAD) & (F.pad(text, (0, 1))[:, 1:] == PAD)      # (U, W), a text's last token
+        states = F.normalize(read[ends], dim=-1)                        # (U, D)
+        lines = F.normalize(told[trace, place], dim=-1)                 # (N, D)
+        logits = (lines @ states.T).float() / self.temperature          # (N, U)
+
+        same = trace[:, None] == trace                                  # (N, N), lines of one trace
+        occurs = same.float() @ F.one_hot(number).float() > 0           # (N, U), the states of a line's trace
+        to_state = F.cross_entropy(logits.where(occurs, -math.inf), number)
+        logits = logits.T[number].where(same, -math.inf)                # (N, N), each line's state to lines
+        to_line = (logits.logsumexp(1) - logits.diagonal()).mean()
+        return (to_state + to_line) / 2
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Why it works: the same model, its weights written by hand
 
 def by_hand(task, places=2):
-    """-> an LM of one DeltaNet layer that executes swaps, its weights written down, nothing trained. Give a
-    data.Repl of swaps, else UserError. It knows what a print shows; what else may follow a token it does not.
+    """A one-layer DeltaNet that executes swaps, its weights written down, nothing trained. `task` is a
+    data.Repl with moves="swap", else ValueError. It predicts the printed values, no other token.
 
-    Rows of the state are variables, columns digits. A key is what stands here minus what stood two tokens
-    ago. So at the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c change places. At
-    the digit of "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. Elsewhere beta is 0, or the
-    key: names cancel ("c = c", "c', c"), or a line's end two or three tokens ago, or " = " three ago, push it
-    so far down that SiLU makes it 0. Each variable has two rows alike, for a swap's keys to be of +-1/2: fp32
-    holds those, and not 1/sqrt(2). With one (places=1) a swap is right to a rounding; roundings add up."""
+    Rows of the state are variables, columns are digits. A key is this token minus the token two before it. At
+    the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are swapped. At the digit of
+    "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other tokens beta or the key is
+    zero, so nothing is written: equal names cancel ("c = c", "c', c"), and a line's end two or three tokens
+    before, or " = " three before, makes the key so negative that SiLU returns 0.
+
+    Each variable has two equal rows, so that a swap's unit key has the entries +-1/2, which fp32 holds
+    exactly, unlike 1/sqrt(2). With one row (places=1) each swap rounds, and the errors add up."""
     if getattr(task, "moves", None) != "swap":
-        raise UserError("by_hand: give a data.Repl with moves='swap'")
-    n, D, near, far = task.n_vars, 32, 2.0 ** -30, 2.0 ** 10              # SiLU(x) is x / 2 for so small x
+        raise ValueError("by_hand needs a data.Repl with moves='swap'")
+    n, D = task.n_vars, 32
+    near, far = 2.0 ** -30, 2.0 ** 10                                   # SiLU(x) is x / 2 for such a small x
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, beta_max=2.0,
-                          state_head="linear", state_layer=0)
-    lm = LM(cfg, len(task.tokenizer), n_slots=0, n_classes=0).requires_grad_(False)
-    for p in lm.parameters():
-        p.fill_(p.dim() == 1 and len(p) == D)                             # norms are 1, all else is 0
-    mixer, i = lm.blocks[0].mixer, torch.arange(n)
-    names, digits, [line_end, equals] = ord("a") + i, ord("1") + i, task.tokenizer.encode("\n = ")
-    other, name, digit = 0, 1 + i, 1 + n + i                              # what each entry of x stands for
-    lm.embed.weight[:, other] = 1
-    lm.embed.weight[names] = F.one_hot(name, D).float()
-    lm.embed.weight[digits] = F.one_hot(digit, D).float()
-    lm.embed.weight[[line_end, equals]] = F.one_hot(torch.tensor([D - 2, D - 1]), D).float()
+                          states="none", state_layer=0)
+    lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
+    for name, p in lm.named_parameters():
+        p.fill_("norm" in name)                                         # norms are 1, everything else is 0
+    mixer = lm.blocks[0].mixer
+    variable = torch.arange(n)
 
-    q, k, v = mixer.qkv.weight.split(D)                                   # (D, D) each: into, from
-    for place in range(places):
-        q[n * place + i, name] = k[n * place + i, name] = near
-    k[:n * places, D - 2:] = far                                          # the line's end and ' = '
-    v[i, digit] = 1
-    q, k, v = mixer.conv.weight.split(D, 1)                               # (4, D): three tokens ago ... now
-    q[2] = v[3] = k[3] = 1
+    names = task.tokenizer.encode("a b c d e f g h i")[:2 * n:2]
+    digits = task.tokenizer.encode("1 2 3 4 5 6 7 8 9")[:2 * n:2]
+    ends = task.tokenizer.encode("\n = ")                               # the line end, and " = "
+    name, digit, end = 1 + variable, 1 + n + variable, [D - 2, D - 1]   # the entries of an embedding
+    embed, one_hot = lm.embed.weight, torch.eye(D)
+    embed[:] = one_hot[0]                                               # any other token
+    embed[names] = one_hot[name]
+    embed[digits] = one_hot[digit]
+    embed[ends] = one_hot[end]
+
+    q, k, v = mixer.qkv.weight.split(D)                                 # (D, D) each: output, input
+    for row in range(n * places):
+        own = name[row % n]
+        q[row, own] = k[row, own] = near
+        k[row, end] = far
+    v[variable, digit] = 1
+    q, k, v = mixer.conv.weight.split(D, 1)                             # (4, D): three tokens ago, ..., now
+    q[2] = v[3] = k[3] = 1                                              # q: the name before a printed value
     k[:2] = -1
-    mixer.to_beta.weight[:] = -far                                        # sigmoid: 0, to the last bit
-    mixer.to_beta.weight[0, name] = far                                   # 1: a beta of 2
-    mixer.to_beta.weight[0, digit] = 0                                    # 1/2: a beta of 1
-    mixer.out.weight[digit, i] = -1                                       # the key was -e_a
+    mixer.to_beta.weight[:] = -far                                      # beta is 0,
+    mixer.to_beta.weight[0, name] = far                                 # 2 at a name,
+    mixer.to_beta.weight[0, digit] = 0                                  # and 1 at a digit
+    mixer.out.weight[digit, variable] = -1                              # the value was written to key -e_a
     lm.head.weight[digits, digit] = 8
     return lm
 
 
 # ----------------------------------------------------------------------------------------------------------
-# python models.py: every mixer, its size, and its three ways to run; where a training step's time goes
+# python models.py: each mixer, its size, and its three ways to run
 
+def tensors(state):
+    """The tensors in a state: nested lists and tuples of them."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [x for part in state for x in tensors(part)]
+
+
+def in_pieces(model, tokens, length):
+    """-> hidden (B, T, D), computed `length` tokens at a time."""
+    state, pieces = None, []
+    for piece in tokens.split(length, 1):
+        hidden, _, state = model(piece, state)
+        pieces.append(hidden)
+    return torch.cat(pieces, 1)
+
+
+@torch.no_grad()
 def main():
     cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, beta_max=2.0, n_householder=2,
-                          state_head="linear", state_layer=0)
-    tokens = torch.randint(256, (2, 60), generator=torch.Generator().manual_seed(0))
+                          states="none", state_layer=0)
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (1, 60))
     print("model              parameters  state, numbers  token by token  in segments")
     for name in [*MIXERS, "deltanet+lstm"]:
         cfg.model = name
-        torch.manual_seed(0)
-        model = LM(cfg, vocab_size=256, n_slots=5, n_classes=5).eval()
-        with torch.no_grad():
-            whole, state = model(tokens)
-            off = []
-            for length in (1, 23):
-                pieces, s = [], None
-                for piece in tokens.split(length, 1):
-                    y, s = model(piece, s)
-                    pieces.append(y)
-                off.append((torch.cat(pieces, 1) - whole).abs().max().item())
-        numbers = sum(x.numel() for block in state for x in nested(block)) // len(tokens)
+        model = LM(cfg, vocab_size=256)
         size = sum(p.numel() for p in model.parameters())
-        print(f"{name:18s}{size:12,}{numbers:16,}{off[0]:16.0e}{off[1]:13.0e}")
-    print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens\n")
-    time_a_step()
-
-
-def time_a_step(B=16, T=681, vocabulary=262):
-    """Print ms, forward and backward, of the parts of train.py's default model, each alone, on a batch of its
-    last stage: 16 traces of 64x8. Data comes on top; train.py prints its share."""
-    cfg = SimpleNamespace(model="deltanet", d_model=64, d_mlp=128, n_layer=1, n_head=1, beta_max=2.0,
-                          state_head="linear", state_layer=0)
-    model, tokens = LM(cfg, vocabulary, n_slots=5, n_classes=5), torch.randint(vocabulary, (B, T))
-    [block], optimizer = model.blocks, torch.optim.AdamW(model.parameters())
-    mixer, x, qkv, head = block.mixer, torch.randn(B, T, 64), torch.randn(B, T, 192), torch.randn(B, T, 1, 64)
-
-    def ms(f, *inputs):
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        return median_ms(lambda: f(*inputs).sum().backward(), 5)
-
-    def loss(hidden):
-        return F.cross_entropy(model.head(hidden).flatten(0, 1), tokens.flatten())
-
-    whole = ms(lambda: loss(model(tokens)[0])) + median_ms(optimizer.step, 5)
-    parts = {
-        "scan": ms(lambda q, k, v: delta_rule(q, k, v, mixer.beta(x))[0], head, head, head),
-        "projections": ms(mixer.qkv, x) + ms(mixer.out, x),
-        "convolution, SiLU": ms(lambda y: F.silu(mixer.conv(y)[0]), qkv),
-        "norms": 3 * ms(model.norm, x) + 2 * ms(lambda q: F.normalize(q, dim=-1), head),
-        "MLP": ms(block.mlp, x),
-        "head, loss": ms(loss, x),
-        "optimiser": median_ms(optimizer.step, 5),
-    }
-    parts["the rest"] = whole - sum(parts.values())
-    print(f"one step of the default model on {B} traces of {T} tokens: {whole:.0f} ms")
-    for name, part in parts.items():
-        print(f"{name:18s}{part:8.1f} ms{part / whole:7.0%}")
-
-
-def nested(state):
-    """The tensors in a mixer's state, which may be a tensor or a tuple of them."""
-    return [state] if isinstance(state, torch.Tensor) else [x for part in state for x in nested(part)]
+        whole, _, state = model(tokens)
+        numbers = sum(x.numel() for x in tensors(state))
+        pieces = [in_pieces(model, tokens, length) for length in (1, 23)]
+        one, some = ((x - whole).abs().max() for x in pieces)
+        print(f"{name:18s}{size:12,}{numbers:16,}{one:16.0e}{some:13.0e}")
+    print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens")
 
 
 if __name__ == "__main__":
