@@ -202,7 +202,8 @@ class Task:
     Raises ValueError for bad ones."""
     prompt = ""
     curriculum = "8x1"
-    whole = False                 # True: a trace has one answer, of several tokens, right if all of them are
+    whole = False                 # True: a trace has one answer, of several tokens, right if all of them are;
+                                  # else answers are single tokens, equally many in each trace of a stage
     stage_samples = 0             # not 0: pass each stage after so many traces, as nobody can be 98 % right
     settings = ()
     n_slots = n_classes = 0
@@ -266,7 +267,9 @@ class Task:
 
     def comment(self, line):
         """With states as text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
-        if not line.source or line.answer or line.source.startswith("print"):
+        if self.states != "text" or not line.source or not line.state or line.answer:
+            return line.text
+        if line.source.startswith("print"):
             return line.text
         return f"{line.text[:-1]}  # {line.state}\n"
 
@@ -279,9 +282,8 @@ class Task:
         """Lines -> a trace's tokens, which of them are asked, and where lines end."""
         tokens, asked, ends = [], [], []
         for line in lines:
-            text = self.comment(line) if self.states == "text" else line.text
             answer = f"{line.answer}\n" if line.answer and self.whole else line.answer
-            line_tokens, line_asked = encode_line(self.tokenizer, text, answer)
+            line_tokens, line_asked = encode_line(self.tokenizer, self.comment(line), answer)
             tokens += line_tokens
             asked += line_asked
             ends.append(len(tokens) - 1)
@@ -371,17 +373,18 @@ class Repl(Task):
     def beyond(self, last):
         """There, farther on each axis, and on both."""
         factors = (1, 1), (2, 1), (1, 2), (2, 2), (4, 4)
-        return [Stage(last.length * x, last.spacing * y, last.kind) for x, y in factors]
+        stages = [Stage(last.length * x, last.spacing * y, last.kind) for x, y in factors]
+        return [stage for stage in stages if stage.spacing <= stage.length]
 
     def line(self, typed):
         """What somebody typed -> the line as traces have it. Raises ValueError for any other line."""
-        squeezed = re.sub(r"^>>>|\s", "", typed).replace('"', "'")
-        left, _, right = squeezed.partition("=")
-        left, right = left.split(","), right.split(",")
-        name = squeezed[7:8]
-        if name in self.names and squeezed == f"print('{name}',{name})":
-            return f"print('{name}', {name})"
-        swap = self.moves == "swap" and len(left) == 2 and right == left[::-1]
+        typed = re.sub(r"^\s*>>>", "", typed).strip()
+        printed = re.fullmatch(r"print\s*\(\s*(['\"])([a-z])\1\s*,\s*\2\s*\)", typed)
+        if printed and printed[2] in self.names:
+            return f"print('{printed[2]}', {printed[2]})"
+        sides = typed.partition("=")[::2]
+        left, right = ([name.strip() for name in side.split(",")] for side in sides)
+        swap = self.moves == "swap" and len(left) == len(set(left)) == 2 and right == left[::-1]
         perm = self.moves == "perm" and left == list(self.names)
         if (swap or perm) and set(left) <= set(self.names) and sorted(left) == sorted(right):
             takes = dict(sorted(zip(left, right)))
@@ -555,6 +558,8 @@ class Group(Task):
 
     def batch(self, seed, split, stage, t, size):
         rng = random.Random(f"{seed} {split} {stage} {t}")
+        if self.states not in ("none", "linear"):
+            raise ValueError(f"--states {self.states}: tokens of a group are no text; give linear or none")
         words = [self.word(rng, stage, split) for _ in range(size)]
         product, everywhere = np.array(list(map(self.products, words))), np.ones((size, stage.length), bool)
         return Batch(1 + np.array(words), 1 + product, everywhere, everywhere, state=product[..., None])
@@ -696,7 +701,7 @@ class Tracer(ast.NodeTransformer):
         if len(values) == len(names):                                     # f(1, key=2): a, key = 1, 2
             arguments = ", ".join(values.values())
         if names:
-            self.left["steps"] += 1                                       # this line is none
+            self.left["steps"] += 1                                       # the arguments' line is no step
             self.line(None, f"{self.parameters} = {arguments}", names)
 
     def line(self, value, text, names):
@@ -726,7 +731,7 @@ def unroll(call):
     call: {"id", "code", "input"}, perhaps "output", and "name", of the function: else f, else the last one.
     -> a row {"id", "source", "call", "output", "trace", "states", "steps"}.
     Raises Rejected, or what the function raises."""
-    source = re.sub("\r\n?", "\n", call["code"]).rstrip("\n")
+    source = call["code"].replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     body, tracer = ast.parse(source).body, Tracer(source)
     functions = {x.name: x for x in body if isinstance(x, ast.FunctionDef)}
     name = call.get("name") or max(reversed(functions), key="f".__eq__, default="")
@@ -734,7 +739,9 @@ def unroll(call):
         raise Rejected("no function")
     function = functions[name]
     scope = {"__name__": "trace", "_tracer": tracer, "_locals": locals}
-    exec(compile(source, "<trace>", "exec"), scope)
+    control = {"__name__": "trace"}                                       # where no hooks will be
+    for names in scope, control:
+        exec(source, names)
     code = getattr(scope[name], "__code__", None)
     if not code or code.co_firstlineno != function.lineno:
         raise Rejected("a decorator")
@@ -747,6 +754,8 @@ def unroll(call):
     tracer.spend("characters of code", len(last))
     if output is None:
         raise Rejected("an output without a literal")
+    if literal(eval(called, control)) != output:
+        raise Rejected("another output in another run")
     if call.get("output") and value != eval(call["output"], scope):
         raise Rejected("its output is not what the row says")
     replay(around, tracer.lines, tracer.states, last, tracer.shared)
@@ -761,14 +770,14 @@ def names_in(node):
 
 def replay(around, lines, states, last, shared):
     """Run a trace. Raises Rejected unless its lines make these states, and what a line raises."""
-    memory = {"__name__": "trace", "print": print}
+    memory = {"__name__": "trace", "__annotations__": {}, "__warningregistry__": {}}
+    memory["print"] = print                                               # of `run`'s own, prints are lines
     run(around, memory)
     others = shared.union(memory)                                         # not variables of the function
     for line, state in zip(lines, states):
         run([line], memory)
-        found = literals(memory)
-        more = [name for name in found.keys() - state.keys() - others if not name.startswith("__")]
-        if more or not state.items() <= found.items():
+        names = {name: x for name, x in memory.items() if name in state or name not in others}
+        if literals(names) != state:
             raise Rejected("its trace has other states")
     run([last], memory)
 
@@ -787,18 +796,21 @@ def split_trace(row):
 # not). That contains accidents, not attacks.
 
 def evaluate(around, answer, lines, result):
-    """Run a program, `_answer = answer`, and lines -> {"literal": of the result}."""
+    """Run a program, `__answer__ = answer`, and lines -> {"literal": of the result}."""
     memory = {"__name__": "trace", "print": print}
     run(around, memory)
-    memory["_answer"] = eval(answer, dict(memory))                        # `:=` in it changes nothing else
+    memory["__answer__"] = eval(answer, dict(memory))                        # `:=` in it changes nothing else
     run(lines, memory)
     return {"literal": literal(eval(result, memory))}
 
 
 def work(do, job, seconds):
     """Do a job, limited. -> what it returns, or {"reason"}. No descriptor of ours stays open."""
+    forbidden = ("os.fork", "os.posix_spawn", "os.spawn", "os.system", "os.exec", "os.kill", "subprocess",
+                 "socket", "ctypes")
+
     def forbid(event, _):
-        if re.match(r"os\.(fork|posix_spawn|spawn|system|exec|kill)|subprocess|socket|ctypes", event):
+        if event.startswith(forbidden):
             raise PermissionError(event)
 
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -877,7 +889,14 @@ class Child:
 def new_file(path, overwrite):
     if os.path.exists(path) and not overwrite:
         raise ValueError(f"{path} exists: choose another --out, or --overwrite it")
-    return open(path, "w", buffering=1)                                   # whole lines, whatever happens
+    return open_file(path, "w", buffering=1)                              # whole lines, whatever happens
+
+
+def open_file(path, mode="rb", **how):
+    try:
+        return open(path, mode, **how)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}")
 
 
 def parts(test):
@@ -897,7 +916,8 @@ def calls_in(line, number):
     try:
         row = json.loads(line)
         if "test_list" not in row:
-            return [call | row | {"code": row["code"], "input": row["input"]}]
+            known = {key: row[key] for key in ("id", "output") if key in row}
+            return [call | known | {"code": row["code"], "input": row["input"]}]
         code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
         call, task = {"code": "\n".join(code)}, row["task_id"]
         return [call | {"id": f"{task}/{i}"} | parts(test) for i, test in enumerate(row["test_list"])]
@@ -910,9 +930,9 @@ def calls_in(line, number):
 def trace_file(path, out, overwrite=False, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl.
 
-    -> exit code, 130 after Ctrl-C: both files are whole then, too. Raises ValueError, OSError."""
+    -> exit code, 130 after Ctrl-C: both files are whole then, too. Raises ValueError."""
     rejected, why, code = os.path.splitext(out)[0] + ".rejected.jsonl", Counter(), 0
-    with (open(path, "rb") as file, new_file(rejected, overwrite) as bad, new_file(out, overwrite) as good,
+    with (open_file(path) as file, new_file(rejected, overwrite) as bad, new_file(out, overwrite) as good,
           contextlib.closing(Child(0, seconds)) as one, contextlib.closing(Child(1, seconds)) as other):
         try:
             for number, line in enumerate(file, 1):
@@ -937,9 +957,9 @@ def trace_file(path, out, overwrite=False, seconds=3):
 
 
 def read_traces(path):
-    """-> the rows of a file of traces. Raises ValueError, OSError."""
+    """-> the rows of a file of traces. Raises ValueError."""
     needed = {"id", "source", "call", "output", "trace", "states", "steps"}
-    with contextlib.suppress(ValueError, TypeError), open(path, "rb") as file:
+    with contextlib.suppress(ValueError, TypeError), open_file(path) as file:
         rows = [json.loads(line) for line in file]
         if rows and all(needed <= set(row) for row in rows):
             return rows
@@ -991,7 +1011,7 @@ def prompt(row, kind):
 
 
 def write_prompts(path, out, overwrite=False):
-    """{"id", "prompt", "steps"} for each row of a file of traces and kind. Raises ValueError, OSError."""
+    """{"id", "prompt", "steps"} for each row of a file of traces and kind. Raises ValueError."""
     rows = read_traces(path)
     with new_file(out, overwrite) as file:
         for row, kind in product(rows, EXAMPLES):
@@ -1008,8 +1028,8 @@ def judge(child, row, kind, completion):
     before, _, after = question(row, kind)
     text = completion.split("[/ANSWER]")[0].strip()
     try:
-        line = before.split("\n")[-1] + "_answer" + after.split("\n")[0]
-        left, right = ast.unparse(ast.parse(line)).split("_answer")
+        line = before.split("\n")[-1] + "__answer__" + after.split("\n")[0]
+        left, right = ast.unparse(ast.parse(line)).split("__answer__")
         if text.startswith(("assert ", left)):
             text = ast.unparse(ast.parse(text)).removeprefix(left).removesuffix(right)
         if kind.startswith("input"):
@@ -1023,10 +1043,10 @@ def output_of(child, row, kind, text):
     """-> the literal of what a program gives for an input. Raises an Exception if it gives nothing."""
     around, (first, *lines), last = split_trace(row)
     target, name = first.partition(" = ")[0], row["call"].partition("(")[0]
-    lines.insert(0, f"{target} = _answer")
+    lines.insert(0, f"{target} = __answer__")
     result = last.removeprefix("assert ").removesuffix(f" == {row['output']}")
     if kind == "input/program":
-        around, lines, result = [row["source"]], [], "_answer"
+        around, lines, result = [row["source"]], [], "__answer__"
         text = f"{name}({text}\n)"
     tree = ast.parse(text, mode="eval").body
     if kind == "input/program" and tree.func.id != name:                  # as for 1) == f(1
@@ -1039,15 +1059,15 @@ def output_of(child, row, kind, text):
 
 
 def score(path, completions, bins=(0, 5, 10, 20, 30, 50)):
-    """Print how many {"id", "completion"} in a file are right, by steps. Raises ValueError, OSError."""
+    """Print how many {"id", "completion"} in a file are right, by steps. Raises ValueError."""
     asked = {f"{row['id']}/{kind}": (row, kind) for row in read_traces(path) for kind in EXAMPLES}
     verdicts = {(kind, most): [] for kind in EXAMPLES for most in bins}
-    with open(completions, "rb") as file, contextlib.closing(Child(0)) as child:
+    with open_file(completions) as file, contextlib.closing(Child(0)) as child:
         for number, line in enumerate(file, 1):
             try:
                 said = json.loads(line)
                 row, kind = asked[said["id"]]
-                completion = str(said["completion"])
+                completion = said["completion"] + ""
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{completions}, line {number}: give the id of a prompt, and a completion")
             most = min(n for n in bins if n >= row["steps"])
@@ -1115,7 +1135,7 @@ def random_rows(rng, split=""):
 
 
 def write_functions(n, out, seed=0, overwrite=False):
-    """Write n rows of functions made at random. Raises ValueError, OSError."""
+    """Write n rows of functions made at random. Raises ValueError."""
     with new_file(out, overwrite) as file:
         for row in islice(random_rows(random.Random(seed)), n):
             file.write(json.dumps(row) + "\n")
@@ -1133,7 +1153,7 @@ class Trace(Task):
 
     def __init__(self, trace_file="", **others):
         super().__init__(**others)
-        self.rows = {"train": [], "test": []}
+        self.trace_file, self.rows = trace_file, {"train": [], "test": []}
         for row in read_traces(trace_file) if trace_file else []:
             self.rows["test" if is_test(row["source"]) else "train"].append(row)
 
@@ -1144,14 +1164,13 @@ class Trace(Task):
         return super().chance(stage, programs=100)
 
     def draw(self, rng, stage, split):
-        if self.rows[split]:
-            rows = (rng.choice(self.rows[split]) for _ in range(10_000))
-        else:
-            rows = islice(random_rows(rng, split), 10_000)
+        rows = self.rows[split] if self.trace_file else islice(random_rows(rng, split), 10_000)
         least = int(stage.kind or stage.length)
-        row = next((row for row in rows if least <= len(row["states"]) <= stage.length), None)
-        if not row:
-            raise ValueError(f"stage {stage}: there are hardly any such traces in the {split} split")
+        rows = (row for row in rows if least <= len(row["states"]) <= stage.length)
+        rows = list(rows if self.trace_file else islice(rows, 1))
+        if not rows:
+            raise ValueError(f"stage {stage}: there are no such traces in the {split} split")
+        row = rng.choice(rows)
         around, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
@@ -1212,12 +1231,12 @@ def files(args):
     raise ValueError(f"--file: only trace, prompts and score read one, {args.task} does not")
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.print_usage = lambda file: None                  # an error is one line
     add = parser.add_argument
-    add("task", choices=[*TASKS, "prompts", "score"], help="a task, to see samples of it; or what to do with files")
+    add("task", choices=[*TASKS, "prompts", "score"], help="a task, to see samples; or a command about files")
     add("--stage", default="8x1", help="of the samples [8x1]")
     add("--samples", type=int, default=1, help="how many [1]")
     add("--seed", type=int, default=0, help="of the random generator [0]")
@@ -1231,9 +1250,9 @@ def main():
     add("--completions", help="score: of JSON lines, what a model said: id, completion")
     add("--out", help="of JSON lines, to write")
     add("--overwrite", action="store_true", help="write --out even if there is one")
-    add("--allow-exec", action="store_true", help="execute the code in --file, in child processes with limits; "
-                                                  "this keeps accidents in, it is no sandbox")
-    args = parser.parse_args()
+    add("--allow-exec", action="store_true",
+        help="execute the code in --file, in child processes with limits: no sandbox")
+    args = parser.parse_args(argv)
     try:
         if args.file or args.functions or args.task in ("prompts", "score"):
             return files(args)

@@ -444,9 +444,14 @@ def show_marginals():
         print(f"    n = {n}, S = {S:2d} {error.mean():10.4f} {error.max():7.4f} {failed:7.1%}")
 
 
+def main():
+    short = {"float": lambda x: f"{x:4.3g}" if x else "   .", "object": str}
+    with np.printoptions(formatter=short):
+        show_trace()
+        show_exact()
+        show_linear()
+        show_marginals()
+
+
 if __name__ == "__main__":
-    np.set_printoptions(formatter={"float": lambda x: f"{x:4.3g}" if x else "   .", "object": str})
-    show_trace()
-    show_exact()
-    show_linear()
-    show_marginals()
+    main()

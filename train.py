@@ -37,7 +37,7 @@ import signal
 import sys
 import time
 import zlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,20 +389,24 @@ def find(cfg, overwrite):
     folder = run_folder(cfg)
     if overwrite or not folder.exists():
         return "new"
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {"metrics.csv", "ckpt.pt.tmp"}:
+        return "new"                                      # killed before its first checkpoint
     if not (folder / "ckpt.pt").exists():
         raise ValueError(f"{folder} exists and holds no run: choose another --out, or --overwrite")
     saved = load_checkpoint(folder)
+    if any(saved["config"][name] != value for name, value in asdict(cfg).items() if name not in FIXED):
+        raise ValueError(f"{folder} holds a run with other settings: choose another --out, or --overwrite")
     return "finished" if (folder / "result.json").exists() else saved
 
 
 def open_metrics(path, steps):
     """-> metrics.csv, open, and its csv writer. Rows later than the checkpoint's step are dropped."""
-    kept = list(csv.DictReader(open(path, newline="")))[:steps] if steps else []
-    file = open(path, "w", newline="")
-    writer = csv.DictWriter(file, COLUMNS)
-    writer.writeheader()
-    writer.writerows(kept)
-    return file, writer
+    header = ",".join(COLUMNS) + "\n"
+    lines = path.read_text().splitlines(keepends=True) if steps else []
+    kept = "".join([header, *lines[1:steps + 1]])
+    write_atomically(path, lambda file: file.write(kept.encode()))
+    file = open(path, "a", newline="")
+    return file, csv.DictWriter(file, COLUMNS, lineterminator="\n")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -444,23 +448,24 @@ class Progress:
         self.recent = [x for x in [*self.recent, accuracy] if not math.isnan(x)][-10:]
         mean = sum(self.recent) / max(1, len(self.recent))
         if self.fixed:
-            enough = (self.step - self.began) * self.cfg.batch_size >= self.fixed
+            enough = self.samples >= self.fixed * (self.number + 1)
         else:
             enough = len(self.recent) == 10 and mean >= self.cfg.advance
         if not enough or len(self.passed) > self.number:
             return False
         self.passed.append({"stage": str(self.stage), "accuracy": mean, "samples": self.samples,
-                            "step": self.step, "seconds": self.seconds})
+                            "steps": self.step, "seconds": self.seconds})
         if not self.last:
             self.number, self.began, self.recent = self.number + 1, self.step, []
         elif not self.fixed and not self.cfg.until:
             self.end = min(self.end, self.samples + self.cfg.cooldown)
         return True
 
-    def reached_until(self, target):
-        """Whether held-out accuracy was --until twice in a row at `target`; notes after how many traces."""
+    def reached_until(self):
+        """Whether held-out accuracy was --until twice in a row; notes after how many traces."""
+        began = self.began * self.cfg.batch_size
         above = [samples for samples, stage, accuracy in self.held_out[-2:]
-                 if stage == str(target) and accuracy >= self.cfg.until]
+                 if self.last and samples > began and accuracy >= self.cfg.until]
         if self.cfg.until and len(above) == 2:
             self.until = above[0]
         return self.until is not None
@@ -493,10 +498,12 @@ def stream(cfg, task, at, device):
 
 def cut(batch, parts):
     """A batch -> its pieces in time, equally long, but that the first one takes the remainder."""
+    if parts == 1:                                        # a state's text has no time to cut
+        return [batch]
     T = batch.tokens.shape[1]
     sizes = [T - (parts - 1) * (T // parts)] + [T // parts] * (parts - 1)
     pieces = [[None] * parts if x is None else x.split(sizes, 1) for x in batch]
-    return [Batch(*piece) for piece in zip(*pieces)] if parts > 1 else [batch]
+    return [Batch(*piece) for piece in zip(*pieces)]
 
 
 def to_device(batch, device):
@@ -508,6 +515,17 @@ def detached(state, device):
     if isinstance(state, torch.Tensor):
         return state.detach().to(device)
     return type(state)(detached(part, device) for part in state)
+
+
+@contextmanager
+def ctrl_c():
+    """A list that Ctrl-C appends to, instead of raising: so a step can finish."""
+    interrupts = []
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append("Ctrl-C"))
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def train(cfg, task, stages, model, folder, saved=None):
@@ -529,11 +547,9 @@ def train(cfg, task, stages, model, folder, saved=None):
         save_checkpoint(folder / "ckpt.pt", cfg, task, model, optimizer, at)
 
     save()
-    interrupts = []                                                   # Ctrl-C lets a step finish
-    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append("Ctrl-C"))
     bar = tqdm(total=at.end, initial=at.samples, unit=" traces", disable=None)
-    with file, bar:
-        while at.samples < at.end:
+    with file, bar, ctrl_c() as interrupts:
+        while at.samples < at.end and at.until is None:
             if interrupts:
                 why = "interrupted"
                 break
@@ -580,13 +596,11 @@ def train(cfg, task, stages, model, folder, saved=None):
                 passed, batches, bar.total = at.passed[-1], None, at.end
                 tqdm.write(f"stage {stage} passed after {at.samples:,} traces, {at.seconds:.0f} s: "
                            f"{passed['accuracy']:.1%} right")
-            if at.reached_until(target):
-                break
+            at.reached_until()
             if at.step % cfg.eval_every == 0:
                 save()
         if why != "nan":
             save()
-    signal.signal(signal.SIGINT, before)
     return at, why
 
 
@@ -638,8 +652,9 @@ def table(results):
     for result in results:
         accuracy = {row["stage"]: f"{row['accuracy']:.1%}" for row in result["eval"]}
         cells = "".join(f"{accuracy.get(stage, ''):>14s}" for stage in stages)
-        print(f"{result['samples']:8,}{result['steps']:8,}{result['seconds']:8.0f} {result['stage_reached']:>7s}"
-              f"{cells}  {run_folder(Config(**result['config']))}")
+        samples, steps, seconds = result["samples"], result["steps"], result["seconds"]
+        print(f"{samples:8,}{steps:8,}{seconds:8.0f} {result['stage_reached']:>7s}{cells}  "
+              f"{run_folder(Config(**result['config']))}")
 
 
 @torch.no_grad()
@@ -659,9 +674,9 @@ def play(path, device):
 
     memory, state = {}, None
     program = task.program(random.Random(cfg.seed), Stage(1), memory)
-    for line in data.run(itertools.islice(program, cfg.n_vars), memory, task.prompt):
+    for line in data.run(itertools.islice(program, cfg.n_vars), memory, task.prompt, task.see):
         print(line.text, end="")
-        _, state = feed(line.text, state)
+        _, state = feed(task.comment(line), state)
     prompt = task.prompt if sys.stdin.isatty() else ""
     while True:
         try:
@@ -671,8 +686,8 @@ def play(path, device):
         except ValueError as error:
             print(error)
             continue
-        for line in data.run([source], memory, task.prompt):
-            shown = line.text.removesuffix(f"{line.answer}\n") if line.answer else line.text
+        for line in data.run([source], memory, task.prompt, task.see):
+            shown = task.comment(line)[:-len(line.answer) - 1] if line.answer else task.comment(line)
             probabilities, state = feed(shown, state)
             if line.answer:
                 guess = probabilities.argmax().item()
@@ -697,12 +712,13 @@ def train_all(configs, overwrite, command):
         check(cfg)
     if len({run_folder(cfg) for cfg in configs}) < len(configs):
         raise ValueError("two runs of this grid are the same: repeat no value")
-    plans = [(cfg, find(cfg, overwrite)) for cfg in configs]
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))    # of torchrun
+    ours = list(enumerate(configs, 1))[rank::processes]
+    plans = [(number, cfg, find(cfg, overwrite)) for number, cfg in ours]
     results, code = [], 0
-    for number, (cfg, plan) in list(enumerate(plans, 1))[rank::processes]:
-        if len(plans) > 1:
-            print(f"--- run {number} of {len(plans)}")
+    for number, cfg, plan in plans:
+        if len(configs) > 1:
+            print(f"--- run {number} of {len(configs)}")
         if plan == "finished":
             print(f"{run_folder(cfg)} is finished; --overwrite would train it again")
             results.append(json.loads((run_folder(cfg) / "result.json").read_text()))
@@ -717,9 +733,9 @@ def train_all(configs, overwrite, command):
             code = 1
             continue
         results.append(result)
-    table(results)
     if results:
-        print(f"next    python plot.py curve {run_folder(configs[0])}")
+        table(results)
+        print(f"next    python plot.py curve {run_folder(Config(**results[0]['config']))}")
     return code
 
 
@@ -727,11 +743,12 @@ def main(argv):
     parser, args = parse_args(argv)
     given = {f.name: getattr(args, f.name)[0] for f in fields(Config) if getattr(args, f.name)}
     try:
+        allowed = ["device"] if args.play else FOR_EVAL
+        if (args.play or args.eval) and (set(given) - set(allowed) or len(grid(args)) > 1):
+            raise ValueError(f"the settings are the run's: give only {', '.join(allowed)}, one value each")
         if args.play:
             play(args.play, given.get("device", "auto"))
         elif args.eval:
-            if set(given) - set(FOR_EVAL):
-                raise ValueError(f"--eval has its settings from the run: give only {', '.join(FOR_EVAL)}")
             evaluate_run(args, given)
         else:
             command = shlex.join(word for word in argv if word != "--overwrite")
