@@ -2730,8 +2730,8 @@ def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     scope = dict(vars(data))
     exec(snippets()[1], scope)
     monkeypatch.setitem(train.TASKS, "counter", scope["Counter"])
-    args = "--task counter --curriculum 1x1 --eval-at 1x1 --max-samples 4000 --cooldown 320"
-    assert train.main([*args.split(), "--out", str(tmp_path)]) == 0
+    args = ["--task", "counter", "--curriculum", "1x1 2x1", "--eval-at", "2x1", "--cooldown", "320"]
+    assert train.main([*args, "--max-samples", "4000", "--out", str(tmp_path)]) == 0
     [result] = tmp_path.glob("*/result.json")
     assert json.loads(result.read_text())["eval"][0]["accuracy"] > 0.9
 
