@@ -168,7 +168,7 @@ class Batch(NamedTuple):
     state: np.ndarray | None = None       # (B, T, slots) int64: the state after that line, -1 if undefined
     state_text: np.ndarray | None = None  # (B, lines, W) int64: the same as text, PAD if a line has none
     belief: np.ndarray | None = None      # (B, T, m) float32: pfsa, what can be known of the state
-    chances: np.ndarray | None = None     # (B, T, n) float32: pfsa, exact odds of the n possible answers
+    chances: np.ndarray | None = None     # (B, T, n) float32: pfsa, the exact predictive of n answers
 
 
 def pad(rows, value=PAD):
@@ -196,15 +196,16 @@ class Task:
     """A task of your own needs `program`; `slots`, n_slots and n_classes if its state fits a linear head; and
     a name in TASKS.
 
-    states: what a model is told of them. "none": nothing. "linear": classes, for a linear head. "transformer"
-    or "contrastive": text, for such a head. "text": comments in the trace itself. "auto": linear, if there
-    are slots, else transformer. Other settings are keywords, listed in `settings` under train.py's names.
+    states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
+    head. "transformer" or "contrastive": as text, by such a head. "text": in comments in the trace. "auto":
+    linear if there are slots, else transformer. Other settings are keywords, listed in `settings` under
+    train.py's names.
     Raises ValueError for bad ones."""
     prompt = ""
     curriculum = "8x1"
     whole = False                 # True: a trace has one answer, of several tokens, right if all of them are;
                                   # else answers are single tokens, equally many in each trace of a stage
-    stage_samples = 0             # not 0: pass each stage after so many traces, as nobody can be 98 % right
+    stage_samples = 0             # not 0: pass each stage after so many traces, if 98 % cannot be reached
     settings = ()
     n_slots = n_classes = 0
 
@@ -247,8 +248,7 @@ class Task:
 
     def text(self, memory):
         """The state as text: a=3, b=[1, 2]."""
-        values = {name: literal(x) for name, x in memory.items() if not name.startswith("__")}
-        return ", ".join(f"{name}={x}" for name, x in values.items() if x is not None)
+        return state_text(literals({name: x for name, x in memory.items() if not name.startswith("__")}))
 
     def see(self, memory):
         if self.states == "none":
@@ -371,23 +371,26 @@ class Repl(Task):
             raise ValueError(f"stage {stage}: only --moves perm has kinds: 2 to {self.n_vars} move")
 
     def beyond(self, last):
-        """There, farther on each axis, and on both."""
+        """The last stage; then twice as long, twice as sparse, both, and four times both."""
         factors = (1, 1), (2, 1), (1, 2), (2, 2), (4, 4)
         stages = [Stage(last.length * x, last.spacing * y, last.kind) for x, y in factors]
         return [stage for stage in stages if stage.spacing <= stage.length]
 
     def line(self, typed):
         """What somebody typed -> the line as traces have it. Raises ValueError for any other line."""
-        typed = re.sub(r"^\s*>>>", "", typed).strip()
+        typed = typed.strip().removeprefix(">>>").strip()
         printed = re.fullmatch(r"print\s*\(\s*(['\"])([a-z])\1\s*,\s*\2\s*\)", typed)
         if printed and printed[2] in self.names:
             return f"print('{printed[2]}', {printed[2]})"
-        sides = typed.partition("=")[::2]
-        left, right = ([name.strip() for name in side.split(",")] for side in sides)
-        swap = self.moves == "swap" and len(left) == len(set(left)) == 2 and right == left[::-1]
-        perm = self.moves == "perm" and left == list(self.names)
-        if (swap or perm) and set(left) <= set(self.names) and sorted(left) == sorted(right):
-            takes = dict(sorted(zip(left, right)))
+        left, _, right = typed.partition("=")
+        left = [name.strip() for name in left.split(",")]
+        right = [name.strip() for name in right.split(",")]
+        if self.moves == "swap":
+            allowed = len(left) == 2 and left == right[::-1] and left[0] != left[1]
+        else:
+            allowed = left == list(self.names) and left == sorted(right)
+        if allowed and set(left) <= set(self.names):
+            takes = dict(sorted(zip(left, right)))        # b, a = a, b becomes a, b = b, a
             return f"{', '.join(takes)} = {', '.join(takes.values())}"
         example = self.swaps[-1] if self.moves == "swap" else self.permutation(random.Random(0), "")
         raise ValueError(f"this model knows lines like {example} and print('a', a)")
@@ -455,10 +458,14 @@ class Arith(Task):
         super().__init__(**others)
 
     def program(self, rng, stage, memory):
-        length, needed, new_names, lines = length_of(rng, stage), ["a"], list(LETTERS[:0:-1]), []
+        length = length_of(rng, stage)
+        needed = ["a"]                                     # variables that a later line reads
+        new_names = sorted(LETTERS[1:], reverse=True)      # taken from the end: b first
+        lines = []                                         # the last one first
         while len(lines) < length:
             target = rng.choice(needed)
-            x, y = (rng.choice([self.number(rng), rng.choice(needed), new]) for new in new_names[-2:])
+            x = rng.choice([self.number(rng), rng.choice(needed), new_names[-2]])
+            y = rng.choice([self.number(rng), rng.choice(needed), new_names[-1]])
             used = {operand for operand in (x, y) if operand in LETTERS}
             needed_before = sorted({*needed} - {target} | used)
             if needed_before:
@@ -489,7 +496,7 @@ def length_of(rng, stage):
 # ----------------------------------------------------------------------------------------------------------
 # group: one element a token, one label a token
 
-def cycles(n, *cycles):
+def permutation(n, *cycles):
     """The permutation of 0 .. n-1 that sends each entry of a cycle to the next, as a tuple of images."""
     image = list(range(n))
     for cycle in cycles:
@@ -499,14 +506,14 @@ def cycles(n, *cycles):
 
 
 GROUPS = {  # name: generators
-    "Z2": [cycles(2, (0, 1))],
-    "Z60": [cycles(12, (0, 1, 2), (3, 4, 5, 6), (7, 8, 9, 10, 11))],      # order 3 * 4 * 5
-    "S3": [cycles(3, (0, 1)), cycles(3, (0, 1, 2))],
-    "S4": [cycles(4, (0, 1)), cycles(4, (0, 1, 2, 3))],
-    "A4xZ5": [cycles(9, (0, 1, 2)), cycles(9, (1, 2, 3)), cycles(9, (4, 5, 6, 7, 8))],
-    "A5": [cycles(5, (0, 1, 2)), cycles(5, (0, 1, 2, 3, 4))],             # the smallest unsolvable group
-    "S5": [cycles(5, (0, 1)), cycles(5, (0, 1, 2, 3, 4))],
-    "S5swaps": [cycles(5, pair) for pair in combinations(range(5), 2)],   # S5, but words hold only swaps
+    "Z2": [permutation(2, (0, 1))],
+    "Z60": [permutation(12, (0, 1, 2), (3, 4, 5, 6), (7, 8, 9, 10, 11))],      # order 3 * 4 * 5
+    "S3": [permutation(3, (0, 1)), permutation(3, (0, 1, 2))],
+    "S4": [permutation(4, (0, 1)), permutation(4, (0, 1, 2, 3))],
+    "A4xZ5": [permutation(9, (0, 1, 2)), permutation(9, (1, 2, 3)), permutation(9, (4, 5, 6, 7, 8))],
+    "A5": [permutation(5, (0, 1, 2)), permutation(5, (0, 1, 2, 3, 4))],  # the smallest unsolvable one
+    "S5": [permutation(5, (0, 1)), permutation(5, (0, 1, 2, 3, 4))],
+    "S5swaps": [permutation(5, pair) for pair in combinations(range(5), 2)],   # S5, but words hold only swaps
 }
 
 
@@ -551,7 +558,7 @@ class Group(Task):
         return list(accumulate(word, lambda x, y: self.mul[x][y]))
 
     def draw(self, rng, stage, split):
-        """To be read: an element a line, and the product after it."""
+        """For people to look at: an element a line, with the product so far as its state."""
         word = self.word(rng, stage, split)
         return [Line("", f"{self.elements[x]}\n", "", f"product {self.elements[y]}")
                 for x, y in zip(word, self.products(word))]
@@ -584,8 +591,8 @@ class Group(Task):
 #
 # Python itself runs the function. Hooks in its syntax tree write down each statement that has run, and the
 # locals after it, so control flow, scopes, try, with and match are Python's. Then the trace runs line by line
-# in one flat namespace. It must have the states that the function had, or it is rejected: a helper may read a
-# global of which the function has a local.
+# in one flat namespace. A trace whose states differ from the function's is rejected. That happens, for one,
+# if a helper reads a global and the function has a local of that name.
 
 class Rejected(BaseException):
     """Why a function has no trace. Not an Exception, which the function might catch."""
@@ -619,6 +626,11 @@ def literals(names):
     return {name: text for name, text in found.items() if text is not None}
 
 
+def state_text(state):
+    """{name: literal} -> a=3, b=[1, 2]"""
+    return ", ".join(f"{name}={text}" for name, text in state.items())
+
+
 class Tracer(ast.NodeTransformer):
     """Puts hooks into the statements of a function, but not into functions inside it.
 
@@ -631,7 +643,7 @@ class Tracer(ast.NodeTransformer):
         self.parameters, self.shared = "", set()                          # shared: names declared global
 
     def text(self, node):
-        """A node's source. If that has several lines, as Python would write it: it may be indented."""
+        """A node's source text. If it spans lines, ast.unparse writes it anew, as it may be indented."""
         text = ast.get_source_segment(self.source, node)
         decorated = getattr(node, "decorator_list", [])
         bare = isinstance(node, ast.NamedExpr)
@@ -680,7 +692,7 @@ class Tracer(ast.NodeTransformer):
 
     def code(self, function, arguments):
         """A function's syntax tree -> its code, with hooks."""
-        function.body.append(ast.Return())
+        function.body.append(ast.Return())                                # each call ends in the hook "back"
         self.generic_visit(function)
         function.body.insert(0, ast.Expr(self.hook("enter", arguments)))
         module = ast.fix_missing_locations(ast.Module([function], []))
@@ -691,7 +703,7 @@ class Tracer(ast.NodeTransformer):
 
     def spend(self, what, n=1):
         self.left[what] -= n
-        for what, left in self.left.items():                              # `except:` may have caught others
+        for what, left in self.left.items():                  # all: an `except:` may have caught another
             if left < 0:
                 raise Rejected(f"more than {self.limits[what]} {what}")
 
@@ -734,7 +746,10 @@ def unroll(call):
     source = call["code"].replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     body, tracer = ast.parse(source).body, Tracer(source)
     functions = {x.name: x for x in body if isinstance(x, ast.FunctionDef)}
-    name = call.get("name") or max(reversed(functions), key="f".__eq__, default="")
+    if not functions:
+        raise Rejected("no function")
+    last_name = list(functions)[-1]
+    name = call.get("name") or ("f" if "f" in functions else last_name)
     if name not in functions:
         raise Rejected("no function")
     function = functions[name]
@@ -769,9 +784,9 @@ def names_in(node):
 
 
 def replay(around, lines, states, last, shared):
-    """Run a trace. Raises Rejected unless its lines make these states, and what a line raises."""
+    """Run a trace. Raises Rejected if its states differ from `states`; errors of a line pass through."""
     memory = {"__name__": "trace", "__annotations__": {}, "__warningregistry__": {}}
-    memory["print"] = print                                               # of `run`'s own, prints are lines
+    memory["print"] = print                                               # the real one: `run`'s adds lines
     run(around, memory)
     others = shared.union(memory)                                         # not variables of the function
     for line, state in zip(lines, states):
@@ -927,7 +942,17 @@ def calls_in(line, number):
         return [call | {"reason": "no code and input, and no code, task_id and test_list"}]
 
 
-def trace_file(path, out, overwrite=False, seconds=3):
+def unroll_twice(call, one, other):
+    """-> the row of a call, or {"reason"}. The two children hash strings differently."""
+    if "reason" in call:
+        return call
+    row = one.ask("unroll", call=call)
+    if "reason" not in row and row != other.ask("unroll", call=call):
+        return {"reason": "it depends on how strings are hashed"}
+    return row
+
+
+def write_traces(path, out, overwrite=False, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl.
 
     -> exit code, 130 after Ctrl-C: both files are whole then, too. Raises ValueError."""
@@ -937,16 +962,16 @@ def trace_file(path, out, overwrite=False, seconds=3):
         try:
             for number, line in enumerate(file, 1):
                 for call in calls_in(line, number) if line.strip() else []:
-                    row = call if "reason" in call else one.ask("unroll", call=call)
-                    if "reason" not in row and row != other.ask("unroll", call=call):
-                        row = {"reason": "it depends on how strings are hashed"}
-                    reason, target = row.get("reason", "kept"), good
-                    if reason != "kept":
-                        target, text = bad, line.decode(errors="replace")
-                        row = {"line": number, "id": call["id"], "reason": reason, "row": text}
+                    row = unroll_twice(call, one, other)
+                    if "reason" not in row:
+                        good.write(json.dumps(row) + "\n")
+                        why["kept"] += 1
+                        continue
+                    reason, text = row["reason"], line.decode(errors="replace")
                     if reason.startswith("no JSON"):
                         print(f"{path}, line {number}: {reason}", file=sys.stderr)
-                    target.write(json.dumps(row) + "\n")
+                    row = {"line": number, "id": call["id"], "reason": reason, "row": text}
+                    bad.write(json.dumps(row) + "\n")
                     why[reason.split(":")[0]] += 1
         except KeyboardInterrupt:
             code = 130
@@ -1067,7 +1092,9 @@ def score(path, completions, bins=(0, 5, 10, 20, 30, 50)):
             try:
                 said = json.loads(line)
                 row, kind = asked[said["id"]]
-                completion = said["completion"] + ""
+                completion = said["completion"]
+                if not isinstance(completion, str):
+                    raise TypeError
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{completions}, line {number}: give the id of a prompt, and a completion")
             most = min(n for n in bins if n >= row["steps"])
@@ -1080,12 +1107,16 @@ def score(path, completions, bins=(0, 5, 10, 20, 30, 50)):
 # ----------------------------------------------------------------------------------------------------------
 # trace as a task: functions made at random, or those of a file
 
-SIMPLE = """i += n; i -= i; i = i * n + i; i = max(i, i); i = len(x); i = n; i = s.count(q); i = sum(x) % n
-x.append(i); x.sort(); x.reverse(); x = x[1:]; x = x + [i, n]; x = [n + v for v in x]; x = [i, i]
-s += q; s = s[::-1]; s = s[1:]; s = s.upper(); s = s.replace(q, q); s = q + s; s += str(i)"""
-HEADS = """for i in range(n):; for i in x:; for s in s:; while i > n:
-if i > n:; if i % 2 == 0:; if i in x:; if len(x) > n:; if q in s:"""
-SIMPLE, HEADS = re.split("; |\n", SIMPLE), re.split("; |\n", HEADS)
+SIMPLE = [
+    "i += n", "i -= i", "i = i * n + i", "i = max(i, i)", "i = len(x)", "i = n", "i = s.count(q)",
+    "i = sum(x) % n", "x.append(i)", "x.sort()", "x.reverse()", "x = x[1:]", "x = x + [i, n]",
+    "x = [n + v for v in x]", "x = [i, i]", "s += q", "s = s[::-1]", "s = s[1:]", "s = s.upper()",
+    "s = s.replace(q, q)", "s = q + s", "s += str(i)",
+]
+HEADS = [
+    "for i in range(n):", "for i in x:", "for s in s:", "while i > n:", "if i > n:", "if i % 2 == 0:",
+    "if i in x:", "if len(x) > n:", "if q in s:",
+]
 
 
 def random_function(rng):
@@ -1105,7 +1136,7 @@ def random_function(rng):
             head, inside = write(HEADS), indent + "    "
             yield indent + head
             if not head.startswith("if"):
-                yield inside + write(SIMPLE)                              # 50 rounds, and a trace is too long
+                yield inside + write(SIMPLE)                              # so that 50 steps end any loop
                 yield from block(inside, loop=True)
             elif loop and rng.random() < 0.5:
                 yield inside + rng.choice(["break", "continue"])
@@ -1119,7 +1150,7 @@ def random_function(rng):
     values = {name: rng.randint(0, 9) for name in "abc"}
     values |= {name: rng.choices(range(10), k=3) for name in "xy"}
     values |= {name: "".join(rng.choices("abc", k=3)) for name in "st"}
-    names = [name for name in values if re.search(rf"\b{name}\b(?!')", body)]
+    names = [name for name in values if re.search(rf"\b{name}\b(?!')", body)]     # a, but not 'a'
     result = rng.choice(re.findall(r"^ +(\w)\b", body, re.M) or names)
     arguments = ", ".join(repr(values[name]) for name in names)
     return f"def f({', '.join(names)}):\n{body}\n    return {result}", arguments
@@ -1163,18 +1194,25 @@ class Trace(Task):
     def chance(self, stage):
         return super().chance(stage, programs=100)
 
-    def draw(self, rng, stage, split):
-        rows = self.rows[split] if self.trace_file else islice(random_rows(rng, split), 10_000)
+    @lru_cache(maxsize=100)
+    def fitting(self, stage, split):
+        """The file's rows of a stage and a split."""
         least = int(stage.kind or stage.length)
-        rows = (row for row in rows if least <= len(row["states"]) <= stage.length)
-        rows = list(rows if self.trace_file else islice(rows, 1))
+        return [row for row in self.rows[split] if least <= len(row["states"]) <= stage.length]
+
+    def draw(self, rng, stage, split):
+        rows = self.fitting(stage, split)
+        if not self.trace_file:
+            least = int(stage.kind or stage.length)
+            tried = islice(random_rows(rng, split), 10_000)
+            rows = list(islice((row for row in tried if least <= len(row["states"]) <= stage.length), 1))
         if not rows:
             raise ValueError(f"stage {stage}: there are no such traces in the {split} split")
         row = rng.choice(rows)
         around, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
-            text = ", ".join(f"{name}={x}" for name, x in state.items())
+            text = state_text(state)
             if len(self.tokenizer.encode(text)) > 100:                    # more than a state head may learn
                 text = None
             drawn.append(Line(line, f"{line}\n", "", text))
@@ -1221,7 +1259,7 @@ def files(args):
         return write_functions(args.functions, args.out, args.seed, args.overwrite)
     if args.task == "trace":
         need("file", "out", "allow_exec")
-        return trace_file(args.file, args.out, args.overwrite)
+        return write_traces(args.file, args.out, args.overwrite)
     if args.task == "prompts":
         need("file", "out")
         return write_prompts(args.file, args.out, args.overwrite)

@@ -38,7 +38,7 @@ RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depen
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The linear RNNs: each adds one line to the one above it
+# The linear RNNs: each changes a few lines of the one that it inherits from
 
 class ShortConv(nn.Module):
     """Causal convolution over `width` tokens, each channel by itself. State: the last width - 1 inputs."""
@@ -250,8 +250,9 @@ class LM(nn.Module):
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         init_weights(self)
         self.state_layer = cfg.state_layer or cfg.n_layer
-        self.to_state = nn.Identity()                                   # last: the rest starts the same with
-        if cfg.states == "linear" and n_slots:                          # any state head and with none
+        # The state head comes last: so the rest starts with the same weights, whatever the head.
+        self.to_state = nn.Identity()
+        if cfg.states == "linear" and n_slots:
             self.to_state = LinearHead(cfg, n_slots, n_classes)
         elif cfg.states == "transformer":
             self.to_state = TransformerHead(cfg, vocab_size)
@@ -269,7 +270,8 @@ class LM(nn.Module):
             if i + 1 == self.state_layer:
                 told = x
         hidden = self.norm(x)
-        return hidden, hidden if told is x else self.norm(told), new
+        told = hidden if self.state_layer == len(self.blocks) else self.norm(told)
+        return hidden, told, new
 
 
 def init_weights(model):
@@ -390,8 +392,8 @@ def by_hand(task, places=2):
     """A one-layer DeltaNet that executes swaps, its weights written down, nothing trained. `task` is a
     data.Repl with moves="swap", else ValueError. It predicts the printed values, no other token.
 
-    Rows of the state are variables, columns are digits. A key is this token minus the token two before it. At
-    the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are swapped. At the digit of
+    Rows of the state are variables, columns are digits. A key is this token minus the tokens two and three
+    before it. At the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are swapped. At the digit of
     "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other tokens beta or the key is
     zero, so nothing is written: equal names cancel ("c = c", "c', c"), and a line's end two or three tokens
     before, or " = " three before, makes the key so negative that SiLU returns 0.
@@ -405,15 +407,19 @@ def by_hand(task, places=2):
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, beta_max=2.0,
                           states="none", state_layer=0)
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
-    for name, p in lm.named_parameters():
-        p.fill_("norm" in name)                                         # norms are 1, everything else is 0
+    for parameter, p in lm.named_parameters():
+        p.fill_(1.0 if "norm" in parameter else 0.0)
     mixer = lm.blocks[0].mixer
     variable = torch.arange(n)
 
-    names = task.tokenizer.encode("a b c d e f g h i")[:2 * n:2]
-    digits = task.tokenizer.encode("1 2 3 4 5 6 7 8 9")[:2 * n:2]
-    ends = task.tokenizer.encode("\n = ")                               # the line end, and " = "
-    name, digit, end = 1 + variable, 1 + n + variable, [D - 2, D - 1]   # the entries of an embedding
+    encode = task.tokenizer.encode
+    names = [encode(name)[0] for name in task.names]
+    digits = [encode(str(value))[0] for value in range(1, n + 1)]
+    ends = [encode("\n")[0], encode(" = ")[0]]
+    # Each of these tokens has an entry of its own in an embedding; entry 0 is for all others.
+    name = 1 + variable
+    digit = 1 + n + variable
+    end = [D - 2, D - 1]
     embed, one_hot = lm.embed.weight, torch.eye(D)
     embed[:] = one_hot[0]                                               # any other token
     embed[names] = one_hot[name]
@@ -428,7 +434,7 @@ def by_hand(task, places=2):
     v[variable, digit] = 1
     q, k, v = mixer.conv.weight.split(D, 1)                             # (4, D): three tokens ago, ..., now
     q[2] = v[3] = k[3] = 1                                              # q: the name before a printed value
-    k[:2] = -1
+    k[:2] = -1                                                          # minus three ago and two ago
     mixer.to_beta.weight[:] = -far                                      # beta is 0,
     mixer.to_beta.weight[0, name] = far                                 # 2 at a name,
     mixer.to_beta.weight[0, digit] = 0                                  # and 1 at a digit

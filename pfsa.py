@@ -15,7 +15,8 @@ Who chooses the symbol? If the environment chooses among the symbols that the st
 carries information, and the formula is wrong (`python pfsa.py` shows a counterexample). P1 leaves this open.
 Here the environment draws a *query*, independently of the state: a set of symbols whose Z sum to one. The
 symbol is the one that the state allows. `print('b', b)` is a query, and its n possible outputs are the
-symbols; a maybe-swap is a query with one symbol. Then |Z_s b|_1 = P(s | query, past), the *predictive*, and
+symbols; a maybe-swap, a line that swaps two variables with
+probability 1/2, is a query with one symbol. Then |Z_s b|_1 = P(s | query, past), the *predictive*, and
 its mean negative log is the Bayes floor, the least expected loss of any model.
 
 Symbols: m states, n variables (m = n!), B sequences, L symbols in each, T tokens. P1 is arXiv 2602.14814,
@@ -127,7 +128,7 @@ def marginal_filter(n, symbols):
     """The n x n state of P1 section 5.2, for `maybe_swaps(n)`: H_ij stands for P(position i holds j).
     Symbols (B, L) -> H (B, L+1, n, n) float64. Affine in H, from H = I:
 
-        maybe swap:     H <- (I + swap) / 2 H
+        maybe swap:     H <- 1/2 (I + swap) H
         i holds j:      H <- (I - e_i e_i') H (I - e_j e_j') + e_i e_j'       clear row and column, put a 1
 
     Without reveals these are the marginals of the belief; with reveals they only approximate them, even in
@@ -350,7 +351,7 @@ class Hidden(Task):
                              f"{stage.length}x2:{stage.kind}")
 
     def beyond(self, last):
-        """There, 4 and 16 times as far, and P1 Figure 10 of the same lengths."""
+        """The last stage, 4 and 16 times as long; then P1 Figure 10 at these lengths."""
         lengths = [last.length * factor for factor in (1, 4, 16)]
         forced = [Stage(L, 2, "forced") for L in lengths if L > 1]
         return [Stage(L, last.spacing) for L in lengths] + forced

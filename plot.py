@@ -7,7 +7,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py scores out/deltanet-repl*                    a row a model, a column an evaluated stage
     python plot.py ladder out/ladder/*                          a row a model, a column a group
     python plot.py spacing out/spacing/*                        over how sparse prints are (P1 Fig. 3)
-    python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact odds
+    python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py samples out/*-parity*                        traces until all is right (P2 Fig. 5)
     python plot.py lengths traces.jsonl                         how long traces of functions are (P2 Fig. 1)
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
@@ -277,14 +277,14 @@ def spacing(args):
         if row["stage"] == str(stage):
             curves[name][stage.spacing].append(row["accuracy"])
     lines(axes, curves)
-    doubling(axes, sorted(curves[name]))
+    doubling(axes, sorted({x for points in curves.values() for x in points}))
     return finish(axes, "commands from one print to the next, in training and test",
                   "accuracy on held-out traces", "How sparse may prints be?", chance_of(result))
 
 
 def nats(args):
-    """Hidden branches: KL from the exact odds of an answer to the model's, over the length of traces. Chance:
-    to find all values equally likely."""
+    """Hidden branches: KL from the exact predictive of an answer to the model's, over the length of traces.
+    Chance: to find all values equally likely."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     titles = {"": "prints at random", "forced": "prints forced (P1 Fig. 10)"}
     for axes, (kind, title) in zip(panels, titles.items()):
@@ -295,9 +295,9 @@ def nats(args):
                 curves[name][stage.length].append(row["kl"])
                 chance = math.log(result["config"]["n_vars"]) - row["floor"]
         lines(axes, curves)
-        doubling(axes, sorted(curves[name]))
+        doubling(axes, sorted({x for points in curves.values() for x in points}))
         axes.set_yscale("log")
-        finish(axes, "lines of code", "KL to the exact odds, nats an answer", title, chance,
+        finish(axes, "lines of code", "KL to the exact predictive, nats an answer", title, chance,
                trained(result).length)
     axes.get_legend().remove()                              # it is in the other panel
     return figure
@@ -427,7 +427,8 @@ def heads(args):
     measures = measured(args, measure_heads)
     found = measures["heads"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
-    most = min(found, key=lambda name: found[name]["accuracy"])
+    all_heads = [name for name in found if name != "none"]
+    most = min(all_heads, key=lambda name: found[name]["accuracy"])
     for name, head in found.items():
         look = {"color": "silver"}
         if name == most:
@@ -485,9 +486,9 @@ def probe(args, traces=64):
 
 
 def clouds(x, radius=0.35):
-    """Points x (N, D), in clouds of about as many each -> centres (M, D). The mean of the fullest ball is a
-    centre; without its points, the next one; until a ball holds a fifth of the first. The balls' radius is in
-    units of the points' mean distance from their mean."""
+    """Points x (N, D), in clouds of about as many each -> centres (M, D). Take the ball with most points; its
+    mean is a centre; remove its points; repeat, until the fullest ball holds less than a fifth of the first.
+    The radius is in units of the points' mean distance from their mean."""
     spread = (x - x.mean(0)).norm(dim=1).mean()
     near = (torch.cdist(x, x) <= radius * spread).float()
     left = torch.ones(len(x))

@@ -683,7 +683,7 @@ def test_random_functions_have_the_states_that_settrace_sees(n):
 @pytest.mark.skipif("CRUXEVAL" not in os.environ, reason="give the path of cruxeval.jsonl in CRUXEVAL")
 def test_777_functions_of_cruxeval_have_the_states_that_settrace_sees(tmp_path):
     start = sum(os.times()[:4])
-    data.trace_file(os.environ["CRUXEVAL"], tmp_path / "out.jsonl")
+    data.write_traces(os.environ["CRUXEVAL"], tmp_path / "out.jsonl")
     assert sum(os.times()[:4]) - start < 25                               # seconds of CPU, with all processes
     rows = data.read_traces(tmp_path / "out.jsonl")
     assert len(rows) >= 777
@@ -740,7 +740,7 @@ def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     rows = [row for code in HOSTILE for row in ({"code": code, "input": ""}, HONEST)]
     calls, out = write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl"
-    assert data.trace_file(calls, out, seconds=1) == 0
+    assert data.write_traces(calls, out, seconds=1) == 0
     why = {row["line"]: row["reason"] for row in written(tmp_path / "out.rejected.jsonl")}
     expected = {2 * i + 1: reason for i, reason in enumerate(HOSTILE.values()) if reason}
     assert why == expected
@@ -767,7 +767,7 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path,
             {"code": "def f(): pass"}, [1], {"code": "def f(x) return", "input": ""},
             "\ufeff" + json.dumps(HONEST)]
     calls, out = write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl"
-    data.trace_file(calls, out)
+    data.write_traces(calls, out)
     found = written(out)
     assert [row["id"] for row in found] == ["s", "7/0", "7/1", "7/5", "line 8"]
     around = "import math\nclass Two:\n    x = 2\nroot = Two().x\n"
@@ -785,14 +785,14 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path,
     assert "calls.jsonl, line 2: no JSON" in capsys.readouterr().err
     for path in calls, tmp_path / "missing":
         with pytest.raises(ValueError, match="exists|No such file"):
-            data.trace_file(path, out)
+            data.write_traces(path, out)
     with pytest.raises(ValueError, match="no traces; make some"):
         data.read_traces(calls)
 
 
 def test_ctrl_c_leaves_whole_files(tmp_path):
     calls, out = write(tmp_path / "calls.jsonl", [HONEST] * 5000), tmp_path / "out.jsonl"
-    program = f"import sys, data; sys.exit(data.trace_file({str(calls)!r}, {str(out)!r}))"
+    program = f"import sys, data; sys.exit(data.write_traces({str(calls)!r}, {str(out)!r}))"
     process = subprocess.Popen([sys.executable, "-c", program], cwd=os.path.dirname(data.__file__), text=True,
                                stdout=subprocess.PIPE)
     while not out.exists() or out.stat().st_size < 1000:
@@ -2716,7 +2716,7 @@ def test_a_task_of_ones_own_is_at_most_12_lines_and_works():
     source, scope = snippets()[1], dict(vars(data))
     exec(source, scope)
     assert len([line for line in source.splitlines() if line.strip()]) <= 12
-    task = scope["Counter"]()
+    task = scope["Modular"]()
     batch = task.batch(0, "train", Stage(8, 2), 0, 4)
     text = task.tokenizer.decode(batch.tokens[0][batch.tokens[0] != data.PAD])
     lines = text.splitlines()
@@ -2729,8 +2729,8 @@ def test_a_task_of_ones_own_is_at_most_12_lines_and_works():
 def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     scope = dict(vars(data))
     exec(snippets()[1], scope)
-    monkeypatch.setitem(train.TASKS, "counter", scope["Counter"])
-    args = ["--task", "counter", "--curriculum", "1x1 2x1 4x1", "--eval-at", "4x1", "--cooldown", "640"]
+    monkeypatch.setitem(train.TASKS, "modular", scope["Modular"])
+    args = ["--task", "modular", "--curriculum", "1x1 2x1 4x1", "--eval-at", "4x1", "--cooldown", "640"]
     assert train.main([*args, "--max-samples", "6000", "--out", str(tmp_path)]) == 0
     [result] = tmp_path.glob("*/result.json")
     assert json.loads(result.read_text())["eval"][0]["accuracy"] > 0.95

@@ -1,7 +1,7 @@
 """
 Train a model on a task, watch it learn, and test it far beyond what it saw. Nothing is hidden in a library.
 
-    python train.py --model deltanet --task repl                   half a minute on two laptop cores
+    python train.py --model deltanet --task repl                   half a minute on two CPU cores
     python train.py --model deltanet,transformer --seed 0,1,2      a grid: six runs; finished ones are skipped
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, on other stages
     python train.py --play out/deltanet-repl                       a trained model, and you type
@@ -86,7 +86,7 @@ class Config:
     cooldown: int = 1920           # traces of the final fall; it buys accuracy beyond the trained lengths
     # when to move on, when to stop
     advance: float = 0.98          # pass a stage at this accuracy, mean of the last 10 batches
-    stage_samples: int = 0         # not 0: pass each stage after this many traces instead (pfsa: 3000)
+    stage_samples: int = 0         # not 0: pass each stage after so many traces (pfsa: 3000, trace: 4000)
     carry: int = 1                 # last stage: traces so many times as long, in steps; the state goes on
     max_samples: int = 100000      # stop after this many traces, wherever the curriculum is
     until: float = 0.0             # not 0: stop at this held-out accuracy, twice in a row, in the last stage
@@ -102,7 +102,7 @@ class Config:
 
 
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
-FIXED = ["model", "task", "device", "out"]                            # not part of a folder's name
+UNNAMED = ["model", "task", "device", "out"]      # not written as name=value into a folder's name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": GROUPS, "dtype": DTYPES,
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
@@ -147,7 +147,7 @@ def check(cfg):
         if name in CHOICES and value not in CHOICES[name]:
             raise ValueError(f"{flag}: choose one of {', '.join(CHOICES[name])}")
         if not isinstance(value, str) and not (0 < value < math.inf or may_be_zero and value == 0):
-            raise ValueError(f"{flag}: give a number above 0" + ", or 0" * may_be_zero)
+            raise ValueError(f"{flag}: give a number above 0{', or 0' if may_be_zero else ''}")
     mixers = cfg.model.split("+")
     if not set(mixers) <= set(MIXERS):
         raise ValueError(f"--model {cfg.model}: choose from {', '.join(MIXERS)}, or join some by +")
@@ -213,7 +213,7 @@ def pick_device(cfg):
 def run_folder(cfg):
     """out/model-task-setting=value-...: whatever is not at its default."""
     changed = [f"{f.name}={getattr(cfg, f.name)}" for f in fields(Config)
-               if f.name not in FIXED and getattr(cfg, f.name) != f.default]
+               if f.name not in UNNAMED and getattr(cfg, f.name) != f.default]
     name = re.sub(r"[^\w=.+-]+", "_", "-".join([cfg.model, cfg.task, *changed]))
     if len(name) > 200:                                               # file systems allow 255
         name = f"{name[:191]}-{zlib.crc32(name.encode()):08x}"
@@ -267,7 +267,8 @@ def score(task, asked, right):
 
 
 def losses(task, model, batch, state=None):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; answers right (B, R); the new state."""
+    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right (B, R), R a trace;
+    the new state."""
     hidden, told, state = model(batch.tokens, state)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
@@ -297,8 +298,11 @@ def read(model, task, stage, cfg, split, places):
             for tokens, here in zip(batch.tokens.split(SEGMENT, 1), wanted.split(SEGMENT, 1)):
                 y, _, state = model(tokens, state)
                 hidden.append(y[here])
-        segment = wanted.nonzero()[:, 1] // SEGMENT                   # they came segment by segment
-        yield batch, torch.cat(hidden)[segment.argsort(stable=True).argsort()]
+        segment = wanted.nonzero()[:, 1] // SEGMENT
+        by_segment = torch.cat(hidden)
+        by_trace = torch.empty_like(by_segment)
+        by_trace[segment.argsort(stable=True)] = by_segment
+        yield batch, by_trace
 
 
 @torch.no_grad()
@@ -306,8 +310,8 @@ def evaluate(model, task, stage, cfg):
     """Accuracy on held-out traces of a stage, given the true lines before each answer.
 
     -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
-    nats an answer: "kl", from the exact odds to the model's; "final_kl", the same at the last; "loss", of the
-    sampled answers; "floor", what that is for the exact odds, the least that any model can have."""
+    nats an answer: "kl", from the exact predictive to the model's; "final_kl", the same at the last; "loss",
+    of the sampled answers; "floor", the loss of the exact predictive, the least that any model can have."""
     right, nats = [], []
     for batch, hidden in read(model, task, stage, cfg, "test", lambda batch: batch.asked):
         with autocast(cfg, hidden.device):
@@ -394,7 +398,7 @@ def find(cfg, overwrite):
     if not (folder / "ckpt.pt").exists():
         raise ValueError(f"{folder} exists and holds no run: choose another --out, or --overwrite")
     saved = load_checkpoint(folder)
-    if any(saved["config"][name] != value for name, value in asdict(cfg).items() if name not in FIXED):
+    if any(saved["config"][name] != value for name, value in asdict(cfg).items() if name not in UNNAMED):
         raise ValueError(f"{folder} holds a run with other settings: choose another --out, or --overwrite")
     return "finished" if (folder / "result.json").exists() else saved
 
@@ -420,7 +424,8 @@ class Progress:
         self.step = self.samples = 0
         self.seconds = self.data_seconds = 0.0
         self.end = total_samples(cfg, task, stages)                   # traces after which the run ends
-        self.number = self.began = 0                                  # of the stage; the step it began at
+        self.number = 0                                               # of the stage
+        self.began = 0                                                # the step at which it began
         self.recent, self.passed = [], []                             # accuracy of 10 batches; passed stages
         self.held_out, self.until = [], None                          # [traces, stage, accuracy], ...
         self.state = None                                             # with --carry: the model's
@@ -451,7 +456,8 @@ class Progress:
             enough = self.samples >= self.fixed * (self.number + 1)
         else:
             enough = len(self.recent) == 10 and mean >= self.cfg.advance
-        if not enough or len(self.passed) > self.number:
+        noted = len(self.passed) > self.number                        # the last stage was passed before
+        if not enough or noted:
             return False
         self.passed.append({"stage": str(self.stage), "accuracy": mean, "samples": self.samples,
                             "steps": self.step, "seconds": self.seconds})
@@ -461,14 +467,13 @@ class Progress:
             self.end = min(self.end, self.samples + self.cfg.cooldown)
         return True
 
-    def reached_until(self):
-        """Whether held-out accuracy was --until twice in a row; notes after how many traces."""
+    def note_until(self):
+        """If held-out accuracy was --until twice in a row, note after how many traces: the run then ends."""
         began = self.began * self.cfg.batch_size
         above = [samples for samples, stage, accuracy in self.held_out[-2:]
                  if self.last and samples > began and accuracy >= self.cfg.until]
         if self.cfg.until and len(above) == 2:
             self.until = above[0]
-        return self.until is not None
 
 
 class Batches(Dataset):
@@ -482,8 +487,8 @@ class Batches(Dataset):
 
 
 def stream(cfg, task, at, device):
-    """Yield the batches from progress `at` on, to the end of its stage, each with its number among the pieces
-    of its traces."""
+    """Yield (number, batch) without end: the batches of the current stage, from progress `at` on. With --carry
+    a trace comes in pieces; number is the piece's place in its trace."""
     parts = cfg.carry if at.last else 1
     turn = (at.step - at.began) % parts
     stage = at.stage._replace(length=at.stage.length * parts)
@@ -596,7 +601,7 @@ def train(cfg, task, stages, model, folder, saved=None):
                 passed, batches, bar.total = at.passed[-1], None, at.end
                 tqdm.write(f"stage {stage} passed after {at.samples:,} traces, {at.seconds:.0f} s: "
                            f"{passed['accuracy']:.1%} right")
-            at.reached_until()
+            at.note_until()
             if at.step % cfg.eval_every == 0:
                 save()
         if why != "nan":
