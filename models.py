@@ -393,10 +393,10 @@ def by_hand(task, places=2):
     data.Repl with moves="swap", else ValueError. It predicts the printed values, no other token.
 
     Rows of the state are variables, columns are digits. A key is this token minus the tokens two and three
-    before it. At the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are swapped. At the digit of
-    "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other tokens beta or the key is
-    zero, so nothing is written: equal names cancel ("c = c", "c', c"), and a line's end two or three tokens
-    before, or " = " three before, makes the key so negative that SiLU returns 0.
+    before it. At the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are swapped. At
+    the digit of "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other tokens beta or
+    the key is zero, so nothing is written: equal names cancel ("c = c", "c', c"), and a line's end two or
+    three tokens before, or " = " three before, makes the key so negative that SiLU returns 0.
 
     Each variable has two equal rows, so that a swap's unit key has the entries +-1/2, which fp32 holds
     exactly, unlike 1/sqrt(2). With one row (places=1) each swap rounds, and the errors add up."""

@@ -267,8 +267,8 @@ def score(task, asked, right):
 
 
 def losses(task, model, batch, state=None):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right (B, R), R a trace;
-    the new state."""
+    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right (B, R), R of a
+    trace; the new state."""
     hidden, told, state = model(batch.tokens, state)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
@@ -487,8 +487,8 @@ class Batches(Dataset):
 
 
 def stream(cfg, task, at, device):
-    """Yield (number, batch) without end: the batches of the current stage, from progress `at` on. With --carry
-    a trace comes in pieces; number is the piece's place in its trace."""
+    """Yield (number, batch) without end: the batches of the current stage, from progress `at` on. With
+    --carry a trace comes in pieces; number is the piece's place in its trace."""
     parts = cfg.carry if at.last else 1
     turn = (at.step - at.began) % parts
     stage = at.stage._replace(length=at.stage.length * parts)
