@@ -10,7 +10,7 @@ executes the lines; one function, `to_batch`, turns what happened into arrays, f
   arith      sums and differences (P2 section 4, appendix C)
   trace      functions, unrolled into the straight-line programs that ran (P2 section 2)
   group      word problems over finite groups (Merrill et al. 2404.08819); tokens are elements, not text
-  pfsa       repl with hidden branches (P1 section 5): see pfsa.py
+  pfsa       repl with hidden branches (P1 section 5): in pfsa.py
 
 Words. A *program* is lines of source. A *trace* is a program, what it prints, and the states after its lines.
 A *stage* LxS is one step of a curriculum: L commands or lines, and a print after every S-th command.
@@ -284,6 +284,8 @@ class Task:
         for line in lines:
             answer = f"{line.answer}\n" if line.answer and self.whole else line.answer
             line_tokens, line_asked = encode_line(self.tokenizer, self.comment(line), answer)
+            if not self.whole and sum(line_asked) > 1:
+                raise ValueError(f"the answer {answer} has several tokens: set whole = True, ask once")
             tokens += line_tokens
             asked += line_asked
             ends.append(len(tokens) - 1)
@@ -640,6 +642,7 @@ class Tracer(ast.NodeTransformer):
     def __init__(self, source):
         self.source, self.loops, self.left = source, 0, dict(self.limits)
         self.lines, self.states, self.last = [], [], ""
+        self.why, self.end = "", {}
         self.parameters, self.shared = "", set()                          # shared: names declared global
 
     def text(self, node):
@@ -656,8 +659,12 @@ class Tracer(ast.NodeTransformer):
             tree.args[0] = value
         return tree
 
+    def before(self):
+        """A statement: nothing has changed since the last line."""
+        return ast.Expr(self.hook("same", ""))
+
     def simple(self, node):
-        return [node, ast.Expr(self.hook("line", self.text(node)))]
+        return [self.before(), node, ast.Expr(self.hook("line", self.text(node)))]
 
     visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Delete = visit_Assert = visit_Import = simple
     visit_ImportFrom = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = simple
@@ -672,7 +679,8 @@ class Tracer(ast.NodeTransformer):
 
     def visit_If(self, node):
         node.test = self.hook("test", self.text(node.test), node.test)
-        return self.generic_visit(node)
+        self.generic_visit(node)
+        return [self.before(), node]
 
     visit_While = visit_If
 
@@ -683,12 +691,12 @@ class Tracer(ast.NodeTransformer):
         step = self.hook("line", f"{self.text(node.target)} = next({name})")
         self.generic_visit(node)
         node.body.insert(0, ast.Expr(step))
-        return node
+        return [self.before(), node]
 
     def visit_Return(self, node):
         text = self.text(node.value) if node.value else "None"
         node.value = self.hook("back", text, node.value)
-        return node
+        return [self.before(), node]
 
     def code(self, function, arguments):
         """A function's syntax tree -> its code, with hooks."""
@@ -702,6 +710,8 @@ class Tracer(ast.NodeTransformer):
     # What the hooks do
 
     def spend(self, what, n=1):
+        if self.why:
+            raise Rejected(self.why)
         self.left[what] -= n
         for what, left in self.left.items():                  # all: an `except:` may have caught another
             if left < 0:
@@ -717,7 +727,7 @@ class Tracer(ast.NodeTransformer):
             self.line(None, f"{self.parameters} = {arguments}", names)
 
     def line(self, value, text, names):
-        state = literals(names)
+        state = self.end = self.literals(names)
         self.lines.append(text)
         self.states.append(state)
         self.spend("steps")
@@ -728,13 +738,27 @@ class Tracer(ast.NodeTransformer):
     def test(self, value, text, names):
         """A condition is a line only if it changes something."""
         value = bool(value)
-        if literals(names) != (self.states[-1] if self.states else {}):
+        if self.literals(names) != (self.states[-1] if self.states else {}):
             self.line(None, text, names)
         return value
 
-    def back(self, value, text, _):
-        self.last = text
+    def same(self, _, __, names):
+        if self.literals(names) != (self.states[-1] if self.states else {}):
+            self.reject("a line that did not end, or no line, changed something")
+
+    def back(self, value, text, names):
+        self.last, self.end = text, self.literals(names)
         return value
+
+    def literals(self, names):
+        try:
+            return literals(names)
+        except Exception as error:                                        # which the function might catch
+            self.reject(f"a value that cannot be written: {type(error).__name__}")
+
+    def reject(self, why):
+        self.why = self.why or why                                        # `except:` may catch it
+        raise Rejected(self.why)
 
 
 def unroll(call):
@@ -773,7 +797,7 @@ def unroll(call):
         raise Rejected("another output in another run")
     if call.get("output") and value != eval(call["output"], scope):
         raise Rejected("its output is not what the row says")
-    replay(around, tracer.lines, tracer.states, last, tracer.shared)
+    replay(around, tracer.lines, tracer.states, last, tracer.shared, tracer.end)
     trace, steps = [*around, *tracer.lines, last], len(tracer.lines) - bool(tracer.parameters)
     return {"id": call["id"], "source": source, "call": called, "output": output,
             "trace": "\n".join(trace), "states": tracer.states, "steps": steps}
@@ -783,18 +807,17 @@ def names_in(node):
     return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
-def replay(around, lines, states, last, shared):
+def replay(around, lines, states, last, shared, end):
     """Run a trace. Raises Rejected if its states differ from `states`; errors of a line pass through."""
     memory = {"__name__": "trace", "__annotations__": {}, "__warningregistry__": {}}
     memory["print"] = print                                               # the real one: `run`'s adds lines
     run(around, memory)
     others = shared.union(memory)                                         # not variables of the function
-    for line, state in zip(lines, states):
+    for line, state in zip([*lines, last], [*states, end]):
         run([line], memory)
         names = {name: x for name, x in memory.items() if name in state or name not in others}
         if literals(names) != state:
             raise Rejected("its trace has other states")
-    run([last], memory)
 
 
 def split_trace(row):
@@ -1048,8 +1071,9 @@ def write_prompts(path, out, overwrite=False):
 def judge(child, row, kind, completion):
     """Whether a completion is right: an output that equals the row's, or an input that has this output.
 
-    A completion is the answer, or its whole line. An output is a literal. An input is any expression: the
-    child executes it, and tells the literal of its output. An object that equals everything has none."""
+    A completion is the answer, or its whole line. An output is a literal, and equal as Python says: 1 == 1.0.
+    An input is any expression: the child executes it, and tells the literal of its output. An object that
+    equals everything has none."""
     before, _, after = question(row, kind)
     text = completion.split("[/ANSWER]")[0].strip()
     try:
@@ -1078,7 +1102,7 @@ def output_of(child, row, kind, text):
         raise ValueError
     for node in ast.walk(tree):
         word = getattr(node, "attr", getattr(node, "id", ""))
-        if word.startswith("__") or word in ("type", "eval", "exec", "getattr"):
+        if word.startswith("__") or word in ("type", "eval", "exec", "getattr", "setattr", "compile"):
             raise ValueError                                              # may make what equals everything
     return child.ask("evaluate", around=around, answer=text, lines=lines, result=result)["literal"]
 
@@ -1266,7 +1290,7 @@ def files(args):
     if args.task == "score":
         need("file", "completions", "allow_exec")
         return score(args.file, args.completions)
-    raise ValueError(f"--file: only trace, prompts and score read one, {args.task} does not")
+    raise ValueError(f"--file, --functions, --out: only trace, prompts and score have them, not {args.task}")
 
 
 def main(argv=None):
@@ -1292,11 +1316,17 @@ def main(argv=None):
         help="execute the code in --file, in child processes with limits: no sandbox")
     args = parser.parse_args(argv)
     try:
-        if args.file or args.functions or args.task in ("prompts", "score"):
+        if args.samples < 1 or args.functions is not None and args.functions < 1:
+            raise ValueError("--samples and --functions: give a number above 0")
+        if args.file or args.functions or args.out or args.task in ("prompts", "score"):
             return files(args)
         samples(args)
+    except BrokenPipeError:                                 # as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

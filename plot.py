@@ -605,8 +605,9 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.print_usage = lambda file: None                  # an error is one line
     commands = {f.__name__: f for f in COMMANDS}
     parser.add_argument("command", nargs="?", choices=commands, metavar="command")
     parser.add_argument("paths", nargs="*", help="folders of finished runs, or .jsonl files")

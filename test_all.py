@@ -502,6 +502,7 @@ def check(row):
 
 RIGHT = "right"
 STATES, NAME, SYNTAX = "other states", "NameError", "SyntaxError"
+CHANGED = "a line that did not end, or no line, changed something"
 NASTY = [
     # control flow
     ("n", "3", "t = []\nfor i in range(n):\n    for j in range(i):\n        t.append(j)\nreturn t", RIGHT),
@@ -517,7 +518,7 @@ NASTY = [
     ("xs", "[[1, 2]]", "for x in xs.pop(): xs.append(x)\nreturn xs", RIGHT),
     ("x", "1", "match x:\n    case 1: y = 'one'\n    case _: y = 'more'\nreturn y", ["x = 1", "y = 'one'",
                                                                                 "assert (y) == 'one'"]),
-    ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", NAME),
+    ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", CHANGED),
     ("x", "3", "while True:\n    x -= 1\n    if not x: return 'done'", RIGHT),
     ("x", "5", "return x if x else g()", ["x = 5", "assert (x if x else g()) == 5"]),
     ("x", "0", "if x: y = 1\nelif x == 0: y = 2\nreturn y", ["x = 0", "y = 2", "assert (y) == 2"]),
@@ -543,16 +544,15 @@ NASTY = [
     ("x", "'4'", "try: y = int(x)\nexcept ValueError: y = 0\nelse: y += 1\nfinally: z = 0\nreturn y", RIGHT),
     ("x", "'a'", "try: y = int(x)\nexcept ValueError: y = 0\nelse: y += 1\nfinally: z = 0\nreturn y", RIGHT),
     ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", NAME),
-    ("e", "5", "try: [][1]\nexcept IndexError as e: pass\nreturn 1", RIGHT),
-    ("e", "5", "try: [][1]\nexcept IndexError as e: pass\nx = 1\nreturn x", STATES),
+    ("e", "5", "try: [][1]\nexcept IndexError as e: pass\nreturn 1", CHANGED),
+    ("e", "5", "try: [][1]\nexcept IndexError as e: pass\nx = 1\nreturn x", CHANGED),
     ("x", "[1]", "try:\n    try: x[5]\n    except IndexError: raise\nexcept LookupError: x = 3\nreturn x",
      RIGHT),
     ("x", "[]", "for i in range(3):\n    try:\n        if i == 1: return i\n    finally: x.append(i)", RIGHT),
     ("", "", "try: return 1\nfinally: return 2", ["assert (2) == 2"]),
     ("x", "1", "try: return x\nfinally: x = 2", "AssertionError"),
-    ("x", "[]", "try: x.append(1) + 1\nexcept TypeError: pass\ny = 1\nreturn x", STATES),
-    ("x", "[]", "def g():\n    x.append(1)\n    raise KeyError\ntry: g()\nexcept KeyError: return x",
-     "AssertionError"),
+    ("x", "[]", "try: x.append(1) + 1\nexcept TypeError: pass\ny = 1\nreturn x", CHANGED),
+    ("x", "[]", "def g():\n    x.append(1)\n    raise KeyError\ntry: g()\nexcept KeyError: return x", CHANGED),
     ("x", "0", "while True:\n    try: x += 1\n    except: break\nreturn x", "more than 50 steps"),
     ("x", "0", "for i in range(99):\n    try: x += 1\n    finally: continue\nreturn x", "more than 50 steps"),
     ("d", "{}",
@@ -578,7 +578,7 @@ NASTY = [
     ("x", "3", "class A:\n    pass\nreturn repr(A)", "AssertionError"),
     ("x", "3", "import functools\n@functools.cache\ndef g(y):\n    return y + x\nreturn g(1)", RIGHT),
     ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y", "ValueError"),
-    ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "another output"),
+    ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "cannot be written"),
     ("x", "3", "d = locals()\ny = 4\nreturn sorted(d)", "another output"),
     ("x", "[1, 2]", "g = (y * k for y in x)\nk = 3\nreturn sum(g)", RIGHT),
     ("x", "1", "exec('x = 2')\nreturn x", STATES),
@@ -601,6 +601,14 @@ NASTY = [
     ("x", "'y'", "for i in range(9): x = x * 4\nreturn 1", "more than 12000 characters of state"),
     ("", "", "x = '" + 999 * "y" + "'", "more than 1000 characters of code"),
     ("x", "[]", "return x[9]", "IndexError"),
+    # a statement, or no statement, changes something on its way out; nothing of it is seen in the output
+    ("a", "7", "b, c, d = 0, 0, 0\ntry:\n    b = a ** 9999\n    c = len(str(a))\nexcept Exception: d = 1\nreturn c",
+     "cannot be written"),
+    ("xs", "[1, 2]", "try: xs[0], xs[9] = 5, 6\nexcept IndexError: pass\nreturn 2", CHANGED),
+    ("", "", "t = ([1],)\ntry: t[0] += [3]\nexcept TypeError: pass\nt = 4\nreturn t", CHANGED),
+    ("xs", "[3]", "try: return xs.pop() / 0\nexcept ZeroDivisionError: return 1", CHANGED),
+    ("", "", "log = []\ndef g():\n    yield 1\n    log.append(9)\nfor x in g(): z = x\nreturn 1", CHANGED),
+    ("p", "(1, 2)", "match p:\n    case (a, b): return 7", CHANGED),
 ]
 
 
@@ -798,7 +806,7 @@ def test_ctrl_c_leaves_whole_files(tmp_path):
     while not out.exists() or out.stat().st_size < 1000:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=20)
+    said, _ = process.communicate(timeout=60)
     found = [row["id"] for row in written(out)]
     assert process.returncode == 130 and said.startswith(f"{len(found)} traces") and 0 < len(found) < 5000
     assert found == [f"line {n + 1}" for n in range(len(found))]
@@ -956,7 +964,8 @@ def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_pa
 # ----------------------------------------------------------------------------------------------------------
 # kernels.py
 
-triton_is_here = pytest.mark.skipif(kernels.triton is None, reason="needs the package triton")
+NO_TRITON = kernels.why_not_triton(torch.device("cuda"), torch.float64, 16, 16) != "the kernels compute in fp32"
+triton_is_here = pytest.mark.skipif(NO_TRITON, reason="needs the package triton, and not too old a one")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONG = 1e-4  # fp32 after 1000 steps: at eigenvalue -1 nothing is forgotten, rounding errors included
 GATES = {"no gate": lambda beta: None, "g = 1": torch.zeros_like,
@@ -2274,6 +2283,61 @@ def test_deltanet_tracks_parity_and_eigenvalues_in_01_do_not(tmp_path):
     assert accuracy[2] > 0.95 and accuracy[1] < 0.8, accuracy
 
 
+class RightAtTheEnd(torch.nn.Module):
+    """Knows the last answer of each trace of a batch, and no other."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.nothing, self.head = torch.nn.Parameter(torch.zeros(())), torch.nn.Identity()
+        said = batch.target + 1
+        for trace, asked in enumerate(batch.asked):
+            last = np.flatnonzero(asked)[-1]
+            said[trace, last] = batch.target[trace, last]
+        self.said = torch.nn.functional.one_hot(torch.tensor(said)).float()
+
+    def forward(self, tokens, state):
+        return self.said, None, None
+
+
+def test_the_final_accuracy_is_that_of_the_last_answer():
+    task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16)
+    row = train.evaluate(RightAtTheEnd(task.batch(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
+    assert row["by_answer"] == [0, 0, 0, 1] and row["final"] == 1 and row["accuracy"] == 0.25
+
+
+def test_the_loss_is_the_weighted_sum_of_its_terms(tmp_path):
+    args = "--n-vars 3 --curriculum 4x1 --eval-at 4x1 --max-samples 64 --warmup 16 --cooldown 16 --d-model 16"
+    weights = "--reveal-weight 0.5 --state-weight 0.25"
+    assert train.main([*args.split(), *weights.split(), "--out", str(tmp_path)]) == 0
+    [path] = tmp_path.glob("*/metrics.csv")
+    for row in csv.DictReader(open(path)):
+        row = {name: float(row[name]) for name in ("loss", "next", "reveal", "state")}
+        assert row["loss"] == pytest.approx(row["next"] + 0.5 * row["reveal"] + 0.25 * row["state"], rel=1e-5)
+
+
+def test_training_reads_the_training_split_and_evaluation_the_test_split(monkeypatch):
+    splits, task, stage = [], Repl(3), Stage(4, 2)
+    honest = task.batch
+    monkeypatch.setattr(task, "batch", lambda seed, split, *rest: splits.append(split) or honest(seed, split, *rest))
+    cfg = Config(eval_samples=16)
+    train.evaluate(RightAtTheEnd(honest(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
+    assert splits == ["test"]
+    train.Batches(cfg, task, stage)[3]
+    assert splits == ["test", "train"]
+
+
+def test_parameters_start_as_the_table_of_init_weights_says():
+    lm = models.LM(small("gated_deltanet", d_model=64, d_mlp=128, n_layer=3), 262, 5, 5)
+    p = dict(lm.named_parameters())
+    for name, std in (("embed.weight", 1), ("blocks.0.mixer.qkv.weight", 64 ** -0.5),
+                      ("blocks.0.mixer.out.weight", (6 * 64) ** -0.5),
+                      ("blocks.2.mlp.down.weight", (6 * 128) ** -0.5)):
+        assert p[name].std().item() == pytest.approx(std, rel=0.05), name
+    assert not p["head.weight"].any() and not p["blocks.0.mixer.to_beta.bias"].any()
+    assert (p["blocks.0.mixer.to_gate.bias"] == 4).all()
+    assert 0.45 < p["blocks.0.mixer.conv.weight"].abs().max() <= 0.5
+
+
 # ----------------------------------------------------------------------------------------------------------
 # plot.py: figures of runs
 
@@ -2759,7 +2823,7 @@ def anchors(text):
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     words = README[:README.index("```bash\n")].split()
-    assert len(words) <= 120 and README.count("\n") <= 380
+    assert len(words) <= 120 and README.count("\n") <= 380 and "@@" not in README
     assert len(re.findall(r"^\|(?:---\|)+$", README, re.M)) <= 3          # tables
     notes = (HERE / "assets" / "RESULTS.md").read_text()
     for text, folder in ((README, HERE), (notes, HERE / "assets")):

@@ -626,8 +626,8 @@ def run(cfg, saved):
     if saved:
         task.tokenizer = Tokenizer(saved["lexemes"])
     model = build_model(cfg, task, pick_device(cfg))
-    introduce(cfg, task, stages, model)
     folder.mkdir(parents=True, exist_ok=True)
+    introduce(cfg, task, stages, model)
     (folder / "result.json").unlink(missing_ok=True)
     at, why = train(cfg, task, stages, model, folder, saved)
     share = at.data_seconds / max(at.seconds, 1e-9)
@@ -758,6 +758,8 @@ def main(argv):
         else:
             command = shlex.join(word for word in argv if word != "--overwrite")
             return train_all(grid(args), args.overwrite, command)
+    except BrokenPipeError:                                           # as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
