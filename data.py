@@ -220,12 +220,10 @@ class Task:
         return "linear" if self.n_slots else "transformer"
 
     def program(self, rng, stage, memory):
-        """Yield source lines. rng: a random.Random; memory: what Python holds just then."""
-        raise NotImplementedError
+        """Yield source lines. rng: a random.Random; memory: what Python holds just then. Yours to write."""
 
     def slots(self, memory):
-        """The state as n_slots classes out of n_classes, -1 where there is none yet."""
-        raise NotImplementedError
+        """The state as n_slots classes out of n_classes, -1 where there is none yet. Yours, if there are any."""
 
     def check(self, stage):
         """Raise ValueError if the task has no such stage. Here: L, or L:M for programs of M to L lines."""
