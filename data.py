@@ -223,7 +223,7 @@ class Task:
         """Yield source lines. rng: a random.Random; memory: what Python holds just then. Yours to write."""
 
     def slots(self, memory):
-        """The state as n_slots classes out of n_classes, -1 where there is none yet. Yours, if there are any."""
+        """The state as n_slots classes out of n_classes, -1 where there is none yet. Yours, too."""
 
     def check(self, stage):
         """Raise ValueError if the task has no such stage. Here: L, or L:M for programs of M to L lines."""
