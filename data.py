@@ -2,7 +2,7 @@
 The tasks. A task is a few lines of Python that write lines of Python, and Python itself executes them.
 
 So what a `print` shows, and what memory holds after a line, is never computed by us. One function, `run`,
-executes the lines; one function, `to_batch`, turns what happened into arrays, for every task.
+executes the lines; one function, `to_batch`, turns what happened into arrays. (Only `group` is no text.)
 
   repl       Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
   parity     the parity of bits, xored one by one (P2 section 4, Figure 6)
@@ -16,9 +16,9 @@ Words. A *program* is lines of source. A *trace* is a program, what it prints, a
 A *stage* LxS is one step of a curriculum: L commands or lines, and a print after every S-th command.
 Symbols: B batch, T tokens, L length, S spacing, n variables.
 
-Held out means never trained on: a program whose text has a `zlib.crc32` of 0 modulo 8 is a test program, all
-others are training programs. A batch is a pure function of (seed, split, stage, t): nothing is stored, and
-worker processes may make it.
+Held out means never trained on as a whole: a program whose text has a `zlib.crc32` of 0 modulo 8 is a test
+program, all others are training programs. A batch is a pure function of (seed, split, stage, t): nothing is
+stored, and worker processes may make it.
 
 Look at samples:   python data.py repl --n-vars 3 --stage 2x1
                    python data.py arith --digits 2 --stage 4
