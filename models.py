@@ -1,17 +1,18 @@
 """
-The models: one language model, nine ways to mix time, each an equation you know.
+The models: one language model, ten ways to mix time, each an equation you know.
 
     x = embed(tokens);   x = x + mixer(norm(x)), x = x + mlp(norm(x)) in each block;   logits = head(norm(x))
 
   linear_attention  S_t = S_{t-1} + k_t v_t^T
   deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in (0, beta_max)
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
+  kda               the same, g in (0, 1)^K: each row of the state has its own gate
   deltaproduct      n_householder delta steps per token
   ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
   lstm, gru, rnn    torch's own, nonlinear in the state
 
-The first five read o_t = S_t^T q_t and differ in few lines. With beta_max = 2 the eigenvalue 1 - beta_t
+The first six read o_t = S_t^T q_t and differ in few lines. With beta_max = 2 the eigenvalue 1 - beta_t
 reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers.
 
 All have one signature, forward(x, state) -> (y, state): the whole sequence in training, one token in
@@ -60,7 +61,7 @@ class ShortConv(nn.Module):
 class LinearAttention(nn.Module):
     """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
 
-    Also the frame of the next four: q, k, v from a projection, a short convolution and SiLU; q and k of unit
+    Also the frame of the next five: q, k, v from a projection, a short convolution and SiLU; q and k of unit
     length; a scan; a norm on its output. State: (the convolution's, the scan's (B, H, K, V) in fp32)."""
     steps = 1                                                           # keys and values per token
 
@@ -118,7 +119,18 @@ class GatedDeltaNet(DeltaNet):
         self.to_gate = nn.Linear(cfg.d_model, cfg.n_head)
 
     def scan(self, x, q, k, v, S):
-        return delta_rule(q, k, v, self.beta(x), F.logsigmoid(self.to_gate(x).float()), state=S)
+        g = F.logsigmoid(self.to_gate(x).float())
+        g = g.unflatten(-1, (self.n_head, -1))                          # (B, T, H, 1), or (B, T, H, K) in KDA
+        return delta_rule(q, k, v, self.beta(x), g, S)
+
+
+class KDA(GatedDeltaNet):
+    """Kimi Linear, 2510.26692: GatedDeltaNet with a gate for each channel of the keys. (There, the gates come
+    from a low-rank projection and an exponential, and the output has a gate, too.)"""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.to_gate = nn.Linear(cfg.d_model, cfg.d_model)
 
 
 class DeltaProduct(DeltaNet):
@@ -194,6 +206,7 @@ class Recurrent(nn.Module):
 MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y, state)
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
+    "kda": KDA,
     "deltaproduct": DeltaProduct,
     "linear_attention": LinearAttention,
     "ssm": SSM,
