@@ -11,6 +11,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py samples out/*-parity*                        traces until all is right (P2 Fig. 5)
     python plot.py lengths traces.jsonl                         how long traces of functions are (P2 Fig. 1)
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
+    python plot.py accuracy                                     rounding in the scan, over 65,536 steps
 
     python plot.py drift out/deltanet-repl --at 512x512         why a model loses track
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
@@ -23,10 +24,11 @@ The figures, one function each, from what runs leave behind; and four looks insi
 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
-`drift` and `heads` measure, they leave in a .jsonl beside the picture, from which they can draw it again.
+`drift`, `heads` and `accuracy` measure, they leave in a .jsonl beside the picture, from which they can draw it again.
 P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
+import functools
 import json
 import math
 import random
@@ -41,6 +43,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import kernels
 import pfsa
 from data import parse_stages, run
 from models import DeltaNet
@@ -381,8 +384,8 @@ def one_model(args, traces, kind=torch.nn.Module):
 
 
 def measured(args, measure):
-    """What a .jsonl file holds; or what `measure` finds in a run, left in a .jsonl beside the picture."""
-    [path] = args.paths
+    """What a .jsonl file holds; or what `measure` finds, left in a .jsonl beside the picture."""
+    path = " ".join(args.paths)
     if path.endswith(".jsonl"):
         [found] = read_lines(path)
     else:
@@ -585,10 +588,67 @@ def drift(args):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# What rounding does to the scan at eigenvalue -1
+
+SCHEMES = ["no division by |k|^2", "state read in bf16", "Neumann inverse", "b rounded first"]
+
+
+def scheme(q, k, v, beta, state, name, C=16):
+    """The state after these steps, as kernels.py computes it but for one thing, `name`. T is a multiple of
+    C. -> None, state, as `delta_rule` returns them."""
+    heads = state.shape[1]
+    k, v, beta = (kernels.to_chunks(x.float(), C) for x in (k, v, beta[..., None]))
+    KK, eye = k @ k.mT, torch.eye(C)
+    norm2 = KK.diagonal(dim1=-2, dim2=-1)[..., None]
+    if name == "no division by |k|^2":
+        norm2 = torch.ones_like(norm2)
+    b = beta / norm2
+    A = (beta * (KK / norm2)).tril(-1)
+    if name == "b rounded first":
+        A = (b * KK).tril(-1)
+    M = torch.linalg.solve_triangular(A, eye.expand_as(A), upper=False, unitriangular=True)
+    if name == "Neumann inverse":                           # (I + A)^-1, as A^16 = 0
+        M = (eye - A) @ (eye + A @ A)
+        M = M @ (eye + A.matrix_power(4)) @ (eye + A.matrix_power(8))
+    S = state[0]
+    for K, V, Mb in zip(k.split(heads), v.split(heads), (M * b.mT).split(heads)):
+        seen = S.bfloat16().float() if name == "state read in bf16" else S
+        S = S + K.mT @ (Mb @ (V - K @ seen))
+    return None, S[None]
+
+
+def measure_accuracy(args):
+    scans = {name: functools.partial(scheme, name=name) for name in SCHEMES}
+    scans["kernels.py"] = kernels.delta_rule
+    steps = [2 ** n for n in range(4, 17)]
+    errors = {kind: kernels.drift(kind, scans, marks=steps) for kind in kernels.DRIFTERS}
+    for curves in errors.values():
+        for name, found in curves.items():
+            curves[name] = [x for x in found if math.isfinite(x)]    # up to where the state overflows
+    return {"of": "16 heads, K = V = 16, bf16 keys, beta 2", "steps": steps, "errors": errors}
+
+
+def accuracy(args):
+    """Error of the state over steps, against float64 on the same keys; worst of 16 heads. A curve ends where
+    it leaves the picture."""
+    found = measured(args, measure_accuracy)
+    figure, every = plt.subplots(1, len(found["errors"]), figsize=(13, 4), sharey=True)
+    for axes, (kind, curves) in zip(every, found["errors"].items()):
+        for look, (name, errors) in zip(LOOKS, curves.items()):
+            axes.loglog(found["steps"][:len(errors)], errors, **look, label=name)
+        axes.set_ylim(1e-7, 1e2)
+        axes.set(xlabel="steps at eigenvalue -1", title=f"keys: {kind}")
+    every[0].set_ylabel("relative error of the state")
+    every[0].legend()
+    figure.suptitle(found["of"])
+    return figure
+
+
+# ----------------------------------------------------------------------------------------------------------
 # The command line
 
 COMMANDS = [curve, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
-            drift, heads, probe, automaton]
+            drift, heads, probe, automaton, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "contrast": "positions assets/positions.jsonl --hide learning_rate",
     "scores": "scores assets/contrast.jsonl --hide learning_rate",
@@ -601,6 +661,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "drift": "drift assets/drift.jsonl",
     "heads": "heads assets/heads.jsonl",
     "filters": "filters",
+    "accuracy": "accuracy assets/accuracy.jsonl",
 }
 
 
@@ -621,7 +682,7 @@ def main(argv=None):
         for name, words in ALL.items():
             main([*words.split(), "--save", f"assets/{name}.png"])
         return
-    if not args.command or not args.paths and args.command != "filters":
+    if not args.command or not args.paths and args.command not in ("filters", "accuracy"):
         parser.error("give a command, and folders of runs or .jsonl files")
     args.save = args.save or f"out/{args.command}.png"
     try:

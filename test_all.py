@@ -51,7 +51,7 @@ import pfsa
 import plot
 import train
 from data import GROUPS, PAD, Arith, Group, ListPerm, Parity, Repl, Stage, Tokenizer, parse_stages
-from kernels import EXAMPLES, TENSORS, TOLERANCE, decay_scan, delta_rule, errors, example, with_gradients
+from kernels import EXAMPLES, LOG_MIN, TENSORS, TOLERANCE, compare, decay_scan, delta_rule, errors, example
 from models import tensors
 from train import Config
 
@@ -967,9 +967,21 @@ def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_pa
 NO_TRITON = kernels.why_not_triton(torch.device("cuda"), torch.float64, 16, 16) != "the kernels compute in fp32"
 triton_is_here = pytest.mark.skipif(NO_TRITON, reason="needs the package triton, and not too old a one")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LONG = 1e-4  # fp32 after 1000 steps: at eigenvalue -1 nothing is forgotten, rounding errors included
-GATES = {"no gate": lambda beta: None, "g = 1": torch.zeros_like,
-         "g in (0.4, 1)": lambda beta: -0.43 * beta - 0.02, "g -> 0": lambda beta: 0 * beta - 40}
+GATES = (None, -1e-3, -0.3, LOG_MIN, -40)        # means of log-gates; the last one is clamped
+
+
+def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_state=True, one_gate=False,
+          **options):
+    """Outputs and gradients, in `dtype`, are the float64 loop's on the same rounded inputs."""
+    device = DEVICE if backend == "triton" else "cpu"
+    inputs = example(kind, 1, T, 2, K, V, gate, dtype, device)
+    if one_gate:
+        inputs[4] = inputs[4][..., 0]
+    if not with_state:
+        inputs[5] = None
+    found = compare(inputs, backend, **options)
+    beyond = {name: x for name, x in found.items() if not x <= kernels.tolerance(name, dtype, T)}
+    assert not beyond, (kind, T, gate, K, V, beyond)
 
 
 def dense(q, k, v, beta, g, S):
@@ -979,48 +991,38 @@ def dense(q, k, v, beta, g, S):
         norm2 = float(k[t] @ k[t])
         b = beta[t] / norm2 if norm2 else 0.0
         erase = np.eye(len(k[t])) - b * np.outer(k[t], k[t])
-        S = erase @ (math.exp(g[t]) * S) + b * np.outer(k[t], v[t])
+        S = erase @ np.diag(np.exp(g[t])) @ S + b * np.outer(k[t], v[t])
         o.append(S.T @ q[t])
     return np.array(o), S
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_the_loop_is_the_equation(kind):
-    q, k, v, beta = example(kind, B=1, T=30, H=1, K=6, V=4)
-    k = torch.cat([k[:, :20], torch.zeros_like(k[:, 20:])], 1)            # zero keys write nothing
-    g, S = -torch.rand_like(beta), torch.randn(1, 1, 6, 4, dtype=torch.float64)
-    o, last = delta_rule(q, k, v, beta, g, S, backend="loop")
-    flat = [x[0, :, 0].numpy() for x in (q, k, v, beta, g)]
-    want, want_last = dense(*flat, S[0, 0].numpy())
+    inputs = example(kind, B=1, T=30, H=1, K=6, V=4, gate=-0.5)
+    inputs[1][:, 20:] = 0                                                 # zero keys write nothing
+    o, last = delta_rule(*inputs, backend="loop")
+    *flat, S = inputs
+    want, want_last = dense(*(x[0, :, 0].numpy() for x in flat), S[0, 0].numpy())
     assert np.allclose(o[0, :, 0], want, atol=1e-13)
     assert np.allclose(last[0, 0], want_last, atol=1e-13)
-
-
-def compare(kind, gate, T, C=32, K=12, V=7, with_state=True, dtype=torch.float32, backend="torch"):
-    """A backend in `dtype` against the float64 loop on the same rounded inputs: output, state, gradients."""
-    q, k, v, beta = example(kind, B=1, T=T, H=2, K=K, V=V)
-    S = torch.randn(1, 2, K, V, dtype=torch.float64) if with_state else None
-    device = DEVICE if backend == "triton" else "cpu"
-    inputs = [x if x is None else x.to(device, dtype) for x in (q, k, v, beta, GATES[gate](beta), S)]
-    truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
-    found = errors(with_gradients(inputs, backend, chunk=C), truth)
-    names = [n for n, x in zip(TENSORS, [1, 1, *inputs]) if x is not None]
-    return dict(zip(names, found))
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_chunks_equal_the_loop_forward_and_backward(kind, gate):
-    for T, with_state in itertools.product((1, 2, 31, 32, 33, 100), (True, False)):
-        found = compare(kind, gate, T, with_state=with_state)
-        assert max(found.values()) < TOLERANCE[torch.float32], (T, found)
+    for T in (1, 2, 16, 33, 100):
+        right("torch", kind, T, gate)
+    right("torch", kind, 33, gate, with_state=False)
+    right("torch", kind, 70, gate, dtype=torch.float64, K=40)
+    if gate:
+        right("torch", kind, 50, gate, one_gate=True)
 
 
-@pytest.mark.parametrize("kind, gate", [("identical", "no gate"), ("transpositions", "g = 1"),
-                                        ("unnormalised", "g in (0.4, 1)")])
+@pytest.mark.parametrize("kind, gate", [("identical", None), ("transpositions", -1e-3),
+                                        ("collinear 1e-3", None),
+                                        ("collinear 1e-6", -1e-3), ("unnormalised", -0.3)])
 def test_chunks_equal_the_loop_after_1000_steps(kind, gate):
-    found = compare(kind, gate, 1000)
-    assert max(found.values()) < LONG, found
+    right("torch", kind, 1000, gate)
 
 
 @slow
@@ -1029,43 +1031,41 @@ def test_chunks_equal_the_loop_after_1000_steps(kind, gate):
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_chunks_equal_the_loop_at_any_chunk_length(kind, gate, C):
     for T, K, V in ((1000, 16, 16), (257, 32, 64), (100, 5, 3)):
-        found = compare(kind, gate, T, C, K, V)
-        assert max(found.values()) < (LONG if T == 1000 else TOLERANCE[torch.float32]), (T, found)
-
-
-def test_in_float64_chunks_are_exact():
-    for kind, gate in itertools.product(EXAMPLES, GATES):
-        found = compare(kind, gate, 70, 16, dtype=torch.float64)
-        assert max(found.values()) < TOLERANCE[torch.float64], (kind, gate, found)
+        right("torch", kind, T, gate, K, V, chunk=C)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_keep_an_fp32_state(dtype):
-    q, k, v, beta = example("transpositions", T=200, dtype=dtype)
-    o, S = delta_rule(q, k, v, beta)
-    truth_o, truth_S = delta_rule(*(x.double() for x in (q, k, v, beta)), backend="loop")
+    right("torch", "transpositions", 200, dtype=dtype)
+    o, S = delta_rule(*example("transpositions", dtype=dtype)[:4])
     assert o.dtype == dtype and S.dtype == torch.float32
-    assert errors([o], [truth_o])[0] < TOLERANCE[dtype]
-    assert errors([S], [truth_S])[0] < TOLERANCE[torch.float32]
 
 
-def test_gradients_are_those_of_finite_differences():
-    q, k, v, beta = (x.requires_grad_() for x in example("unnormalised", B=1, T=7, H=1, K=3, V=2))
-    g = (-torch.rand(1, 7, 1, dtype=torch.float64)).requires_grad_()
-    S = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
-    chunks = functools.partial(delta_rule, chunk=4, backend="torch")
-    assert torch.autograd.gradcheck(chunks, (q, k, v, beta, g, S))
-    assert torch.autograd.gradcheck(lambda *x: chunks(*x[:4], None, x[4]), (q, k, v, beta, S))
+@pytest.mark.parametrize("gates", ["none", "one", "per channel"])
+def test_gradients_are_those_of_finite_differences(gates):
+    q, k, v, beta, g, S = example("unnormalised", B=1, T=7, H=1, K=3, V=2, gate=-0.5)
+    g = {"none": None, "one": g[..., 0], "per channel": g}[gates]
+    inputs = [x if x is None else x.requires_grad_() for x in (q, k, v, beta, g, S)]
+    assert torch.autograd.gradcheck(functools.partial(delta_rule, chunk=4, backend="torch"), inputs)
 
 
 def test_a_scan_may_be_split_anywhere():
-    inputs = [*example("random", T=90), -torch.rand(2, 90, 2, dtype=torch.float64)]
+    inputs = example("random", T=90, gate=-0.5)[:5]
     whole, last = delta_rule(*inputs, backend="torch")
-    for cut in (1, 31, 32, 33, 89):
+    for cut in (1, 15, 16, 17, 89):
         first, S = delta_rule(*(x[:, :cut] for x in inputs), backend="torch")
         second, S = delta_rule(*(x[:, cut:] for x in inputs), state=S, backend="torch")
         assert torch.allclose(torch.cat([first, second], 1), whole, atol=1e-12)
         assert torch.allclose(S, last, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["loop", "torch", pytest.param("triton", marks=triton_is_here)])
+@pytest.mark.parametrize("length, gate", [(1e-12, None), (1e-12, -2), (1e-6, -40), (1e12, None), (1e12, -40)])
+def test_keys_of_any_length_overflow_nothing(backend, length, gate):
+    device = DEVICE if backend == "triton" else "cpu"
+    inputs = example("random", 1, 20, 1, 16, 16, gate, torch.float32, device)
+    inputs[1] = inputs[1] * length
+    assert all(x.isfinite().all() for x in kernels.with_gradients(inputs, backend))
 
 
 def reflected(k, v):
@@ -1076,18 +1076,27 @@ def reflected(k, v):
     return torch.outer(k[0], (sign[:, None] * v).sum(0) * 2 / (k[0] @ k[0]))
 
 
-@pytest.mark.parametrize("backend, dtype, H", [
-    ("torch", torch.float32, 8), ("torch", torch.bfloat16, 16),
-    pytest.param("triton", torch.bfloat16, 1, marks=[triton_is_here, slow])])
-def test_65536_reflections_keep_the_state(backend, dtype, H):
-    """Parity, for H keys. In bf16 they are not even of unit length. With a rounded 2 / |k|^2 in place of A's
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_65536_reflections_keep_the_state(dtype):
+    """Parity, for 8 keys. In bf16 they are not even of unit length. With a rounded 2 / |k|^2 in place of A's
     division, every seventh key is off by up to 5e-3."""
-    inputs = [x.to(DEVICE) for x in example("identical", B=1, T=65536, H=H, K=16, V=4, dtype=dtype)]
+    inputs = example("identical", B=1, T=65536, H=8, K=16, V=4, dtype=dtype)[:4]
     with torch.no_grad():
-        _, S = delta_rule(*inputs, backend=backend)
+        _, S = delta_rule(*inputs, backend="torch")
     _, k, v, _ = inputs
-    truth = [reflected(k[0, :, h], v[0, :, h]) for h in range(H)]
-    assert max(errors(S[0], truth)) < 1e-4
+    assert max(errors(S[0], [reflected(k[0, :, h], v[0, :, h]) for h in range(8)])) < 1e-4
+
+
+@pytest.mark.parametrize("kind, limit", [("transpositions", 1e-4), ("collinear 1e-3", 1e-3)])
+def test_4096_reflections_along_other_keys_keep_the_state(kind, limit):
+    """Keys in bf16, which a state that is read through bf16 does not survive: see plot.py's accuracy."""
+    assert kernels.drift(kind, {"ours": delta_rule}, marks=(4096,))["ours"][0] < limit
+
+
+@slow
+@pytest.mark.parametrize("kind", kernels.DRIFTERS)
+def test_65536_reflections_along_other_keys_keep_the_state(kind):
+    assert kernels.drift(kind, {"ours": delta_rule})["ours"][0] < 5e-3
 
 
 def test_without_the_projector_form_bf16_keys_would_explode_or_die():
@@ -1098,108 +1107,162 @@ def test_without_the_projector_form_bf16_keys_would_explode_or_die():
 
 
 def test_shapes_that_do_not_fit_are_named():
-    q, k, v, beta = example("random", T=10)
+    q, k, v, beta, g, _ = example("random", T=10, gate=-1)
     for bad in ((q[:, :9], k, v, beta), (q, k, v[:1], beta), (q, k, v, beta[..., :1]),
-                (q, k, v, beta, beta[:, 1:])):
+                (q, k, v, beta, g[:, 1:]), (q, k, v, beta, g[..., 1:])):
         with pytest.raises(ValueError, match="beside k"):
             delta_rule(*bad)
+    for empty in (slice(0), (slice(None), slice(0))):
+        with pytest.raises(ValueError, match="nothing to scan"):
+            delta_rule(*(x[empty] for x in (q, k, v, beta)))
     with pytest.raises(ValueError, match="choose auto, loop, torch or triton"):
         delta_rule(q, k, v, beta, backend="cuda")
     with pytest.raises(ValueError, match="v is on meta, but k on cpu"):
         delta_rule(q, k, v.to("meta"), beta)
 
 
+def test_autocast_changes_nothing_forward_or_backward():
+    inputs = example("random", gate=-0.3, dtype=torch.float32)
+    want = kernels.with_gradients(inputs, "torch")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = kernels.with_gradients(inputs, "torch")
+    assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
 # The Triton kernels: on a GPU they run there, without one in the interpreter, and both times against the loop
 
 @triton_is_here
-@pytest.mark.parametrize("gate", ["no gate", "g in (0.4, 1)"])
+@pytest.mark.parametrize("gate", [None, -0.3])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_kernels_equal_the_loop_forward_and_backward(kind, gate):
-    found = compare(kind, gate, 20, K=12, V=24, backend="triton")
-    assert max(found.values()) < TOLERANCE[torch.float32], found
+    right("triton", kind, 20, gate, 12, 24)
 
 
 @triton_is_here
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_equal_the_loop_with_numbers_split_into_bf16(dtype, monkeypatch):
-    """As a GPU does it. The other tests skip this in the interpreter, where it takes three times as long."""
-    if kernels.INTERPRETED:
-        monkeypatch.setattr(kernels, "SPLIT", True)
-    found = compare("transpositions", "g in (0.4, 1)", 20, K=16, V=16, dtype=dtype, backend="triton")
-    assert max(found.values()) < TOLERANCE[dtype], found
-    assert found["state"] < 2e-6, "the state is exact, whatever the inputs are rounded to"
+@pytest.mark.parametrize("gate", [None, LOG_MIN, -40])
+def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
+    right("triton", "transpositions", 20, gate, 16, 16, torch.bfloat16)
+    right("triton", "unnormalised", 17, gate, 16, 16, one_gate=gate is not None)
 
 
 @triton_is_here
 @slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K, V", [(16, 16), (24, 32), (64, 40), (128, 20)])
+@pytest.mark.parametrize("K, V", [(1, 3), (16, 16), (24, 32), (64, 40), (128, 20)])
 def test_kernels_equal_the_loop_for_every_width_and_length(K, V, dtype):
     for (kind, gate), T in zip(itertools.product(EXAMPLES, GATES), itertools.cycle((1, 100, 16, 17, 2))):
-        found = compare(kind, gate, T, K=K, V=V, with_state=T != 16, dtype=dtype, backend="triton")
-        assert max(found.values()) < TOLERANCE[dtype], (kind, gate, T, found)
+        right("triton", kind, T, gate, K, V, dtype, with_state=T != 16)
 
 
 @triton_is_here
 @slow
-@pytest.mark.parametrize("kind, gate", [("identical", "no gate"), ("transpositions", "g = 1"),
-                                        ("unnormalised", "g in (0.4, 1)")])
+@pytest.mark.parametrize("kind, gate", [("identical", None), ("transpositions", -1e-3),
+                                        ("collinear 1e-3", None)])
 def test_kernels_equal_the_loop_after_1000_steps(kind, gate):
-    found = compare(kind, gate, 1000, K=16, V=16, backend="triton")
-    assert max(found.values()) < LONG, found
+    right("triton", kind, 1000, gate, 16, 16)
 
 
 @triton_is_here
-@pytest.mark.parametrize("gated", [False, True])
-def test_kernels_carry_a_state_in_pieces_and_token_by_token(gated):
-    """Also from tensors that are not contiguous: every second step of a longer sequence."""
-    inputs = [x.to(DEVICE)[:, ::2] for x in example("random", B=1, T=46, K=16, V=24, dtype=torch.float32)]
-    inputs += [-torch.rand_like(inputs[3])] * gated
+def test_kernels_carry_a_state_in_pieces_and_token_by_token():
+    """Without gradients, and from tensors that are not contiguous: every second step of a longer sequence."""
+    longer = example("random", 1, 46, 2, 16, 24, -0.3, torch.float32, DEVICE)
+    inputs = [x[:, ::2] for x in longer[:5]]
     truth, _ = delta_rule(*(x.double() for x in inputs), backend="loop")
-    with torch.no_grad():
-        for length in (1, 5):
-            S, pieces = None, []
-            for piece in zip(*(x.split(length, 1) for x in inputs)):
-                o, S = delta_rule(*piece, state=S, backend="triton")
-                pieces.append(o)
-            assert errors([torch.cat(pieces, 1)], [truth])[0] < TOLERANCE[torch.float32]
+    for length in (1, 5):
+        S, pieces = None, []
+        for piece in zip(*(x.split(length, 1) for x in inputs)):
+            o, S = delta_rule(*piece, state=S, backend="triton")
+            pieces.append(o)
+        assert errors([torch.cat(pieces, 1)], [truth])[0] < TOLERANCE[torch.float32]
 
 
 @triton_is_here
-def test_one_token_goes_through_the_chunks_when_a_gradient_is_wanted():
-    found = compare("unnormalised", "g in (0.4, 1)", 1, K=16, V=16, backend="triton")
-    assert max(found.values()) < TOLERANCE[torch.float32], found
+def test_a_forward_without_gradients_saves_nothing_and_runs_on_its_tensors_device(monkeypatch):
+    given, seen = [], []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: given.append(args)
+
+    def device_of(x):
+        seen.append(x)
+        return contextlib.nullcontext()
+    monkeypatch.setattr(kernels, "forward_kernel", Kernel())
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    inputs = [x.to(DEVICE) for x in example("random", dtype=torch.float32)[:4]]
+    delta_rule(*inputs, backend="triton")
+    delta_rule(inputs[0].requires_grad_(), *inputs[1:], backend="triton")
+    saved = [args[8:12] for args in given]                                # m, starts, x, d
+    assert saved[0] == (None,) * 4 and None not in saved[1]
+    assert len(seen) == 2 and all(x.data_ptr() == inputs[1].data_ptr() for x in seen)
 
 
 @triton_is_here
-def test_the_rows_that_a_gpu_would_print_are_printed(capsys, monkeypatch):
+def test_the_rows_that_main_prints_are_printed(capsys, monkeypatch):
     monkeypatch.setattr(kernels, "EXAMPLES", ["random", "transpositions"])
     kernels.check(DEVICE, "triton", torch.bfloat16, 16, 24, lengths=(2,))
-    scans = {name: functools.partial(delta_rule, backend=name) for name in ("loop", "triton")}
-    kernels.clock(DEVICE, (1, 20, 1, 16), scans, torch.bfloat16)
+    kernels.clock(DEVICE, torch.float32, (1, 20, 1, 16), ("loop", "torch"))
     row, times = capsys.readouterr().out.splitlines()
-    assert row.startswith("triton bfloat16 16, 24") and len(row.split()) == 4 + len(TENSORS)
-    assert times.count("|") == 3
+    assert row.startswith("triton torch.bfloat16 16, 24") and len(row.split()) == 4 + len(TENSORS)
+    assert len(times.split()) == 8
 
+
+# Which backend: what the kernels cannot do, and what auto does where they raise or are wrong
 
 @triton_is_here
 def test_what_the_kernels_cannot_do_is_said():
-    q, k, v, beta = example("random", T=3, K=16, V=200, dtype=torch.float32)
+    q, k, v, beta, _, _ = example("random", T=3, K=16, V=200, dtype=torch.float32)
     with pytest.raises(ValueError, match="200 wide.*take 128; use 'torch'"):
         delta_rule(q, k, v, beta, backend="triton")
     with pytest.raises(ValueError, match="fp32"):
         delta_rule(q.double(), k, v[..., :16].double(), beta, backend="triton")
 
 
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """As if the interpreter's kernels ran on an H100: resolve_backend with "auto" tries them out."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_cpu = kernels.trial.__wrapped__
+    monkeypatch.setattr(kernels, "trial", lambda device, *rest: on_cpu(torch.device(DEVICE), *rest))
+    return monkeypatch
+
+
 @triton_is_here
-def test_auto_tries_the_kernels_out_and_says_why_it_does_not_use_them(monkeypatch):
-    assert kernels.tried_out(torch.device(DEVICE), torch.float32, 16, 16) < TOLERANCE[torch.float32]
+def test_auto_takes_kernels_that_it_has_tried_out_wherever_it_is_called(pretend_gpu):
+    for context in (torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16)):
+        with context:                                                     # torch.device: set_default_device
+            found = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
+        assert found == ("triton", "kernels for this GPU")
+
+
+@triton_is_here
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler.\nSet CC"),
+                                   MemoryError("out of resource: shared memory")])
+def test_auto_leaves_kernels_that_raise_and_says_why(pretend_gpu, error):
+    def apply(*args):
+        raise error
+    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", apply)
+    why = f"not triton: {type(error).__name__}: {str(error).splitlines()[0]}"
+    assert kernels.resolve_backend("auto", "cuda") == ("torch", why)
+    assert kernels.resolve_backend("triton", "cuda") == ("triton", "as asked")   # not tried: it raises later
+
+
+@triton_is_here
+@pytest.mark.parametrize("broken, name", [(lambda o, S: (2 * o, S), "o"),
+                                          (lambda o, S: (o, S + S.bfloat16() - S), "state")])
+def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, broken, name):
+    """Even if only the state is, and only by a rounding to bf16."""
+    apply = kernels.DeltaRuleTriton.apply
+    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda *args: broken(*apply(*args)))
+    backend, why = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
+    assert backend == "torch" and why.startswith(f"not triton: on this GPU, {name} is off by")
+
+
+@triton_is_here
+def test_auto_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(kernels, "trial", lambda *args: pytest.fail("tried out in vain"))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "tried_out", lambda *args: pytest.fail("asked for, yet tried out"))
-    assert kernels.resolve_backend("triton", "cuda") == ("triton", "as asked")  # or trying would never end
-    monkeypatch.setattr(kernels, "tried_out", lambda *args: 1e-7)
-    assert kernels.resolve_backend("auto", "cuda") == ("triton", "kernels for this GPU")
 
     def torch_because(why, **shape):
         assert kernels.resolve_backend("auto", "cuda", **shape) == ("torch", f"not triton: {why}")
@@ -1212,32 +1275,41 @@ def test_auto_tries_the_kernels_out_and_says_why_it_does_not_use_them(monkeypatc
     torch_because("triton 3.2 is older than the 3.6 these kernels need")
     monkeypatch.setattr(kernels, "triton", None)
     torch_because("the package triton is not installed")
-
-
-@triton_is_here
-def test_auto_leaves_kernels_that_are_wrong_on_this_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "tried_out", lambda *args: 0.5)
-    assert kernels.resolve_backend("auto", "cuda")[1] == "not triton: on this GPU they are off by 5e-01"
     assert kernels.resolve_backend("auto", "cpu") == ("torch", "chunks, on any device")
+
+
+@slow
+@triton_is_here
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_torch_compile_changes_nothing(backend):
+    inputs = example("random", 1, 20, 1, 16, 16, -0.3, torch.float32, DEVICE)
+    compiled = torch.compile(functools.partial(delta_rule, backend=backend), backend="aot_eager")
+    for found, want in zip(compiled(*inputs), delta_rule(*inputs, backend=backend)):
+        assert torch.allclose(found, want, atol=1e-6)
 
 
 # The diagonal cousin
 
-@pytest.mark.parametrize("signs", ["positive", "both", "near zero", "none"])
+@pytest.mark.parametrize("signs", ["positive", "both", "near zero", "zero", "none"])
 def test_the_decay_scan_is_its_recurrence(signs):
     q, k, v = (torch.randn(2, 100, 3, n, dtype=torch.float64) for n in (5, 5, 4))
     a = torch.rand(2, 100, 3, dtype=torch.float64)
-    a = {"positive": a, "both": 2 * a - 1, "near zero": 1e-20 * a, "none": None}[signs]
+    a = {"positive": a, "both": 2 * a - 1, "near zero": 1e-20 * a, "zero": a * (a > 0.5), "none": None}[signs]
     S = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    inputs = [x if x is None else x.requires_grad_() for x in (q, k, v, a, S)]
     want, state = [], S
     for t in range(100):
         decay = 1 if a is None else a[:, t, :, None, None]
         state = decay * state + k[:, t, :, :, None] * v[:, t, :, None, :]
         want.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    o, last = decay_scan(q, k, v, a, S, chunk=16)
-    assert torch.allclose(o, torch.stack(want, 1), atol=1e-9)
-    assert torch.allclose(last, state, atol=1e-9)
+    o, last = decay_scan(*inputs, chunk=16)
+    assert torch.allclose(o, torch.stack(want, 1), atol=1e-12)
+    assert torch.allclose(last, state, atol=1e-12)
+    wanted = [x for x in inputs if x is not None]
+    weight = torch.randn_like(o)
+    found = torch.autograd.grad((o * weight).sum() + last.sum(), wanted)
+    truth = torch.autograd.grad((torch.stack(want, 1) * weight).sum() + state.sum(), wanted)
+    assert max(errors(found, truth)) < 1e-12
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1556,7 +1628,7 @@ def transitions(model, beta_max):
     return S[:, 0].double()
 
 
-@pytest.mark.parametrize("model", ["deltanet", "gated_deltanet", "deltaproduct", "ssm"])
+@pytest.mark.parametrize("model", ["deltanet", "gated_deltanet", "kda", "deltaproduct", "ssm"])
 def test_beta_max_bounds_the_eigenvalues(model):
     bounded = torch.linalg.eigvals(transitions(model, 1.0))
     assert bounded.imag.abs().max() < 1e-3 and bounded.real.min() > -1e-3 and bounded.abs().max() < 1 + 1e-5
@@ -1565,18 +1637,33 @@ def test_beta_max_bounds_the_eigenvalues(model):
 
 
 def test_siblings_meet():
-    """One step of DeltaProduct is DeltaNet, and so is a gate of 1; linear attention forgets nothing."""
-    product, gated, net = build("deltaproduct", n_householder=1), build("gated_deltanet"), build("deltanet")
+    """One step of DeltaProduct is DeltaNet, and so are gates of 1; linear attention forgets nothing."""
+    product, net = build("deltaproduct", n_householder=1), build("deltanet")
     net.load_state_dict(product.state_dict())
-    gated.load_state_dict(product.state_dict(), strict=False)
-    for block in gated.blocks:
-        torch.nn.init.zeros_(block.mixer.to_gate.weight)
-        torch.nn.init.constant_(block.mixer.to_gate.bias, 30)
     tokens = torch.randint(262, (2, 30))
     assert torch.allclose(product(tokens)[0], net(tokens)[0], atol=1e-6)
-    assert torch.allclose(gated(tokens)[0], net(tokens)[0], atol=1e-5)
+    for name in ("gated_deltanet", "kda"):
+        gated = build(name)
+        gated.load_state_dict(product.state_dict(), strict=False)
+        for block in gated.blocks:
+            torch.nn.init.zeros_(block.mixer.to_gate.weight)
+            torch.nn.init.constant_(block.mixer.to_gate.bias, 30)
+        assert torch.allclose(gated(tokens)[0], net(tokens)[0], atol=1e-5)
     S = transitions("linear_attention", 2.0)
     assert torch.allclose(S, torch.eye(32, dtype=torch.float64).expand_as(S))
+
+
+def test_kda_with_equal_gates_in_a_head_is_gated_deltanet():
+    kda, gated = build("kda"), build("gated_deltanet")
+    weights = gated.state_dict()
+    for name in [name for name in weights if "to_gate" in name]:
+        weights[name] = torch.randn_like(weights[name])
+    gated.load_state_dict(weights)
+    for name in [name for name in weights if "to_gate" in name]:          # each head has 16 channels
+        weights[name] = weights[name].repeat_interleave(16, 0)
+    kda.load_state_dict(weights)
+    tokens = torch.randint(262, (2, 30))
+    assert torch.allclose(kda(tokens)[0], gated(tokens)[0], atol=1e-5)
 
 
 def test_a_plus_alternates_mixers():
@@ -2460,6 +2547,15 @@ def test_lengths_of_traces_are_counted():
     assert bars == Counter(steps)
 
 
+def test_the_accuracy_figures_schemes_are_the_scan_but_for_one_thing():
+    scans = {name: functools.partial(plot.scheme, name=name) for name in ["nothing", *plot.SCHEMES]}
+    scans["ours"] = delta_rule
+    swaps, alike = (kernels.drift(kind, scans, marks=[1024]) for kind in ("transpositions", "collinear 1e-3"))
+    assert swaps["nothing"] == pytest.approx(swaps["ours"], rel=0.1)
+    assert swaps["ours"] < [1e-5] < swaps["b rounded first"] < [1e-3] < swaps["state read in bf16"]
+    assert alike["ours"] < [1e-3] and [1] < alike["Neumann inverse"] and [1] < alike["no division by |k|^2"]
+
+
 def test_filters_show_where_each_format_ends():
     halvings = {"float16": 14 + 10, "bfloat16": 126 + 7, "float32": 126 + 23, "float64": 1022 + 52}
     ends = {f"torch.{name}: 0 after {n + 1}" for name, n in halvings.items()}    # half of the least number is 0
@@ -2512,11 +2608,11 @@ def test_all_makes_every_figure_of_readme_and_results_and_all_read_in_grey(monke
 
 def test_figures_show_the_numbers_of_their_tables(monkeypatch):
     """Each number that was measured made 0.1234: now that is what all figures show."""
-    measured = "accuracy final by_answer kl betas keys until samples rows".split()
+    measured = "accuracy final by_answer kl betas keys until samples rows errors".split()
 
     def fake(x, key=""):
         if isinstance(x, dict):
-            return {name: fake(value, name) for name, value in x.items()}
+            return {name: fake(value, key if key == "errors" else name) for name, value in x.items()}
         if isinstance(x, list):
             return [fake(value, key) for value in x]
         return 0.1234 if key in measured and type(x) in (int, float) else x
@@ -2739,7 +2835,8 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))
     Path("said.jsonl").write_text('{"id": "call_0/output/trace", "completion": "1"}')
     monkeypatch.setattr(sys, "stdin", io.StringIO("print('a', a)\n"))
-    monkeypatch.setattr(kernels, "median_ms", lambda f, runs: (f(), 1.0)[1])
+    monkeypatch.setattr(kernels, "drift", lambda kind, scans, *args, **options: dict.fromkeys(scans, [0.0]))
+    monkeypatch.setattr(kernels, "clock", lambda *args: None)             # tested above
     monkeypatch.setattr(kernels.check, "__defaults__", (16, 16, (17,)))   # K, V, lengths
     mains = {f"{module.__name__}.py": module.main for module in (data, kernels, models, pfsa, plot, train)}
     commands = readme_commands()
