@@ -732,7 +732,7 @@ def main():
     scan = {backend: functools.partial(delta_rule, backend=backend)}
     for dtype, kind in itertools.product((torch.float32, torch.bfloat16), DRIFTERS):
         found = drift(kind, scan, dtype, device=device)[backend]
-        print(f"{backend} {dtype}, {kind} keys: {found[0]:.0e}", flush=True)
+        print(f"{backend} {dtype}, keys: {kind:16s}{found[0]:.0e}", flush=True)
 
     dtype, backends = torch.float32, ["loop", "torch"]
     shapes = [(8, 512, 4, 32), (8, 2048, 4, 32), (16, 681, 1, 64), (16, 681, 2, 32)]
