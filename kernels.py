@@ -2,29 +2,30 @@
 The scans: how a linear RNN moves its state. First a loop that cannot be misread, then chunks of many steps,
 then the same chunks as GPU kernels.
 
-The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and gates g_t in (0, 1]^K:
+The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and no, one or K log-gates g_t <= 0:
 
-    S <- diag(g_t) S
+    S <- diag(exp g_t) S
     S <- S + k_t d_t^T,  d_t = b_t (v_t - S^T k_t),  b_t = beta_t / |k_t|^2
     o_t = S^T q_t
 
 In words: ask the state what it holds under the key k_t, and move that towards v_t. Written out,
 
-    S_t = (I - beta_t k_t k_t^T / k_t^T k_t) diag(g_t) S_{t-1} + b_t k_t v_t^T,
+    S_t = (I - beta_t k_t k_t^T / k_t^T k_t) diag(exp g_t) S_{t-1} + b_t k_t v_t^T,
 
-and the bracket has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection: it swaps two
-stored values and loses nothing.
+and the bracket has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection, and loses
+nothing. Along k = e_i - e_j it swaps the rows i and j of S.
 
 The division by |k_t|^2 (the projector form) keeps that true for keys of any length. A unit key rounded to
 bf16 has |k|^2 = 1.005 or 0.995: without the division the eigenvalue is not -1, and after a few thousand
 reflections the state has exploded or died.
 
-Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K).
+Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K). In
+the chunks' formulas, capitals are matrices of C rows: Q, K and V are a chunk's queries, keys and values.
 
-    delta_rule(..., backend="loop")    the truth: one step at a time, any dtype
+    delta_rule(..., backend="loop")    the reference: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
     delta_rule(..., backend="triton")  the same on a GPU, in one kernel forward and two backward
-    decay_scan(...)                    the diagonal cousin S_t = a_t S_{t-1} + k_t v_t^T
+    decay_scan(...)                    linear attention with decay, S_t = a_t S_{t-1} + k_t v_t^T
 
 Check and time them:   python kernels.py
 
@@ -45,16 +46,16 @@ from torch.utils.benchmark import Timer
 try:
     import triton
     import triton.language as tl
-    jit, kernel = triton.jit, triton.jit(do_not_specialize=["T", "H"])  # one build for all of them
+    jit, kernel = triton.jit, triton.jit(do_not_specialize=["T", "H"])  # one build for every T and H
 except ImportError:
     triton, tl, jit, kernel = None, SimpleNamespace(constexpr=lambda x: x), lambda f: f, lambda f: f
 
 OLDEST_TRITON = [3, 6]  # the oldest that the kernels were compiled and checked with
-LOG_MIN = -7.0  # log-gates are clamped here: half of 16 steps of it fit into fp32, beside |k| = 1e12
+LOG_MIN = -7.0  # log-gates are clamped here: exp(7 * 16 / 2) times a key of 1e12 still fits into fp32
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The truth
+# The reference
 
 def delta_rule_loop(q, k, v, beta, g, S):
     """The equations above, one step at a time, in the dtype of the arguments; autograd does the backward.
@@ -62,7 +63,7 @@ def delta_rule_loop(q, k, v, beta, g, S):
     unbind, not x[:, t]: the backward of an index writes a whole (B, T, H, K) tensor, T times."""
     length = k.norm(dim=-1)
     length = length.where(length > 0, math.inf)                          # a zero key writes nothing
-    b = beta / length / length                                           # |k|^4, in its gradient, overflows
+    b = beta / length / length                        # not by length**2: its gradient would have |k|^4
     gates = [None] * q.shape[1] if g is None else g.exp().unbind(1)
     outputs = []
     for q_t, k_t, v_t, b_t, g_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), b.unbind(1), gates):
@@ -86,39 +87,42 @@ def delta_rule_loop(q, k, v, beta, g, S):
 #
 # Only X, D and S' wait for the chunk before; the rest is done for all chunks at once.
 #
-# Gates rescale queries and keys, and nothing else changes. Let c = cumsum(log g) within the chunk. Between
-# steps j and i, a channel decays by exp(c_i - c_j) = exp(c_i - m) exp(m - c_j), for any m; with m = c_C / 2,
-# the exponents are small. So let
+# With gates, let c = cumsum(g) within the chunk, and mid = c_C / 2. From step j to step i a channel decays by
+# exp(c_i - c_j) = exp(c_i - mid) exp(mid - c_j); with this mid, exponents are at most half as large. So let
 #
-#     Q_up = exp(c - m) Q      K_up = exp(c - m) K      K_down = exp(m - c) K
+#     Q_read = exp(c - mid) Q      K_read = exp(c - mid) K      K_write = exp(mid - c) K
 #
-# and take K_down where the state is written, K_up and Q_up where it is read: P becomes tril(Q_up K_down^T),
-# and A has K_up K_down^T, whose diagonal still is |k|^2. The state decays by exp(m), called half, before the
-# chunk, and once more after it: S above is the state after the first half, S' the one before the second.
+# K_read takes the place of K where S is read, K_write where S' is written: P = tril(Q_read K_write^T), and A
+# has K_read K_write^T, whose diagonal still is |k|^2. The state is multiplied by half = exp(mid) before the
+# chunk and again after it; S and S' are the states between the two.
 #
-# The backward walks from the last chunk to the first. Given dO and dS':
+# The backward walks from the last chunk to the first. Given dO and dS', with * for products entry by entry:
 #
-#     dD = P^T dO + K_down dS'       dY = M^T dD             dX = dV = diag(b) dY
-#     dS = dS' + Q_up^T dO - K_up^T dX
-#     dP = tril(dO D^T)              dA = -tril(dY D^T, -1)  G = diag(b) dA,  as D = M (b X)
-#     dQ_up = dO S^T + dP K_down     dK_up = G K_down - dX S^T
-#     dK_down = D dS'^T + dP^T Q_up + G^T K_up
-#     dc = Q_up dQ_up + K_up dK_up - K_down dK_down, and for c_C, which decays S', + sum_V S' dS'
-#     db_i = sum_V (dY X)_i + sum_j (dA K_up K_down^T)_ij    then the chain through b = beta / |k|^2
+#     dD = P^T dO + K_write dS'           dY = M^T dD             dX = dV = diag(b) dY
+#     dS = dS' + Q_read^T dO - K_read^T dX
+#     dP = tril(dO D^T)                   dA = -tril(dY D^T, -1)  G = diag(b) dA,  as D = M (b X)
+#     dQ_read = dO S^T + dP K_write       dK_read = G K_write - dX S^T
+#     dK_write = D dS'^T + dP^T Q_read + G^T K_read
+#     db_i = sum_V (dY * X)_i + sum_j (dA * K_read K_write^T)_ij
+#     dbeta = db / |k|^2                  dk = exp(c - mid) * dK_read + exp(mid - c) * dK_write - 2 b dbeta k
+#     dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write,  and its row C also gets sum_V S' * dS'
 #
-# (I + A)^-1 is a triangular solve. Its popular rival (I - A)(I + A^2)(I + A^4)... is equal on paper and NaN
-# at beta = 2 with repeated keys, where the powers of A grow before they vanish.
+# and dg is the cumulative sum of dc from the end. No result depends on mid, so it counts as a constant. Where
+# a gate forgets nearly all, dg is a small difference of large numbers, and right to their rounding only.
+#
+# (I + A)^-1 is a triangular solve. Its popular rival (I - A)(I + A^2)(I + A^4)... is equal on paper, but at
+# beta = 2 with nearly equal keys the powers of A are huge before they cancel: C = 16 is too much for fp32.
 
 def to_chunks(x, C, fill=0):
-    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. Padded with zeros: they leave the state alone."""
+    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. The padding leaves the state alone."""
     B, T, H = x.shape[:3]
     whole, rest = divmod(T, C)
     chunks = x.new_empty(-(-T // C), B, H, C, *x.shape[3:])
-    steps = chunks.transpose(2, 3).transpose(0, 1)                       # (B, N, C, H, ...), the same memory
-    steps[:, :whole] = x[:, :whole * C].unflatten(1, (whole, C))
+    view = chunks.transpose(2, 3).transpose(0, 1)                        # (B, N, C, H, ...), of the chunks
+    view[:, :whole] = x[:, :whole * C].unflatten(1, (whole, C))
     if rest:
-        steps[:, whole, :rest] = x[:, whole * C:]
-        steps[:, whole, rest:] = fill
+        view[:, whole, :rest] = x[:, whole * C:]
+        view[:, whole, rest:] = fill
     return chunks.flatten(0, 2)
 
 
@@ -129,27 +133,27 @@ def from_chunks(x, B, T, H):
 
 
 def decays(g):
-    """Log-gates g (.., C, K) -> up = exp(c - m), down = exp(m - c) (.., C, K), half = exp(m) (.., K, 1)."""
+    """Log-gates g (.., C, K) -> exp(c - mid), exp(mid - c), and as a column half (.., K, 1)."""
     c = g.cumsum(-2)
-    m = c[..., -1:, :] / 2
-    return (c - m).exp(), (m - c).exp(), m.exp().mT
+    mid = c[..., -1:, :] / 2
+    return (c - mid).exp(), (mid - c).exp(), mid.exp().mT
 
 
 class DeltaRuleChunks(torch.autograd.Function):
-    """The lines above. All tensors share one dtype; g is None or log-gates (B, T, H, K or 1)."""
+    """The equations above. All tensors share one dtype; g is None or log-gates (B, T, H, K or 1)."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, g, state, C):
         B, T, H, _ = k.shape
         Q, K, V, beta = (to_chunks(x, C) for x in (q, k, v, beta))       # (N*B*H, C, K), ..., (NBH, C)
-        Q_up, K_up, K_down, up, down, half = Q, K, K, None, None, None
+        Q_read, K_read, K_write, to_read, to_write, half = Q, K, K, None, None, None
         if g is not None:
-            up, down, half = decays(to_chunks(g, C))
-            Q_up, K_up, K_down = up * Q, up * K, down * K
+            to_read, to_write, half = decays(to_chunks(g, C))
+            Q_read, K_read, K_write = to_read * Q, to_read * K, to_write * K
 
         # |k|^2 is taken from the product that makes A, and A divides by it before all else: for equal keys A
         # is beta to the last bit, and 65,536 reflections in fp32 cost 1e-5 of the state instead of 1e-2
-        U = K_up @ K_down.mT                                             # (N*B*H, C, C)
+        U = K_read @ K_write.mT                                             # (N*B*H, C, C)
         norm2 = U.diagonal(dim1=-2, dim2=-1)
         norm2 = norm2.where(norm2 > 0, math.inf)[..., None]              # a zero key writes nothing
         b = beta[..., None] / norm2                                      # (N*B*H, C, 1)
@@ -158,7 +162,7 @@ class DeltaRuleChunks(torch.autograd.Function):
         eye = torch.eye(C, dtype=A.dtype, device=A.device).expand_as(A)
         M = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
         Mb = M * b.mT
-        P = (Q_up @ K_down.mT).tril_()
+        P = (Q_read @ K_write.mT).tril_()
 
         BH, N = B * H, len(V) // (B * H)
         S = V.new_empty(N + 1, BH, *state.shape[2:])                     # what each chunk starts from
@@ -168,14 +172,14 @@ class DeltaRuleChunks(torch.autograd.Function):
             now = slice(n * BH, (n + 1) * BH)
             if g is not None:
                 S[n] *= half[now]
-            torch.baddbmm(V[now], K_up[now], S[n], alpha=-1, out=X[now])
+            torch.baddbmm(V[now], K_read[now], S[n], alpha=-1, out=X[now])
             torch.bmm(Mb[now], X[now], out=D[now])
-            torch.baddbmm(S[n], K_down[now].mT, D[now], out=S[n + 1])
+            torch.baddbmm(S[n], K_write[now].mT, D[now], out=S[n + 1])
             if g is not None:
                 S[n + 1] *= half[now]
         end, S = S[N].clone(), S[:N].flatten(0, 1)                       # (N*B*H, K, V)
-        O = torch.bmm(Q_up, S).baddbmm_(P, D)
-        ctx.save_for_backward(K, Q_up, K_up, K_down, b, norm2, U, M, P, X, D, S, up, down, half)
+        O = torch.bmm(Q_read, S).baddbmm_(P, D)
+        ctx.save_for_backward(K, Q_read, K_read, K_write, b, norm2, U, M, P, X, D, S, to_read, to_write, half)
         ctx.shape = B, T, H
         return from_chunks(O, B, T, H), end.unflatten(0, (B, H))
 
@@ -184,46 +188,47 @@ class DeltaRuleChunks(torch.autograd.Function):
     @torch.autocast("cpu", enabled=False)                                # backward() may be called inside one
     @torch.autocast("cuda", enabled=False)
     def backward(ctx, dO, dS):
-        K, Q_up, K_up, K_down, b, norm2, U, M, P, X, D, S, up, down, half = ctx.saved_tensors
-        gated, (B, T, H) = up is not None, ctx.shape
+        K, Q_read, K_read, K_write, b, norm2, U, M, P, X, D, S, to_read, to_write, half = ctx.saved_tensors
+        gated, (B, T, H) = half is not None, ctx.shape
         BH, N = B * H, len(S) // (B * H)
         dO = to_chunks(dO, K.shape[1])
-        dD, moved = P.mT @ dO, Q_up.mT @ dO                              # (N*B*H, C, V), (NBH, K, V)
+        dD, dS_inside = P.mT @ dO, Q_read.mT @ dO                        # (N*B*H, C, V), (NBH, K, V)
         dY, dX = torch.empty_like(dD), torch.empty_like(dD)
-        ends = dS.new_empty(N + 1, *moved[:BH].shape)                    # ends[n + 1] is dS' of chunk n
-        ends[N] = dS.flatten(0, 1)
+        dS_after = dS.new_empty(N + 1, BH, *dS.shape[2:])                # dS_after[n + 1] is dS' of chunk n
+        dS_after[N] = dS.flatten(0, 1)
         for n in reversed(range(N)):
             now = slice(n * BH, (n + 1) * BH)
             if gated:
-                ends[n + 1] *= half[now]
-            dD[now].baddbmm_(K_down[now], ends[n + 1])
+                dS_after[n + 1] *= half[now]
+            dD[now].baddbmm_(K_write[now], dS_after[n + 1])
             torch.bmm(M[now].mT, dD[now], out=dY[now])
             torch.mul(b[now], dY[now], out=dX[now])
-            moved[now].baddbmm_(K_up[now].mT, dX[now], alpha=-1)
-            torch.add(ends[n + 1], moved[now], out=ends[n])
+            dS_inside[now].baddbmm_(K_read[now].mT, dX[now], alpha=-1)
+            torch.add(dS_after[n + 1], dS_inside[now], out=dS_after[n])
             if gated:
-                ends[n] *= half[now]
-        dS, ends = ends[0].clone(), ends[1:].flatten(0, 1)
+                dS_after[n] *= half[now]
+        dS, dS_after = dS_after[0].clone(), dS_after[1:].flatten(0, 1)
 
         dP, dA = torch.bmm(dO, D.mT).tril_(), torch.bmm(dY, D.mT).neg_().tril_(-1)
         G = b * dA
-        dQ = torch.bmm(dO, S.mT).baddbmm_(dP, K_down)
-        dK_up = torch.bmm(G, K_down).baddbmm_(dX, S.mT, alpha=-1)
-        dK_down = written = D @ ends.mT
-        if gated:
-            written = (K_down * dK_down).sum(-2)
-        dK_down.baddbmm_(dP.mT, Q_up).baddbmm_(G.mT, K_up)
+        dQ_read = torch.bmm(dO, S.mT).baddbmm_(dP, K_write)
+        dK_read = torch.bmm(G, K_write).baddbmm_(dX, S.mT, alpha=-1)
+        dK_write = D @ dS_after.mT
+        if gated:                                                        # sum_V S' * dS'
+            at_end = (S * dS_after).sum(-1) + (K_write * dK_write).sum(-2)
+        dK_write.baddbmm_(dP.mT, Q_read).baddbmm_(G.mT, K_read)
         dbeta = (dY * X).sum(-1, keepdim=True) / norm2 + (dA * U).sum(-1, keepdim=True)
         dg = None
         if gated:
-            dc = Q_up * dQ + K_up * dK_up - K_down * dK_down
-            dc[..., -1, :] += written + (S * ends).sum(-1)               # = sum_V S' dS'
-            dg = dc.sum_to_size(up.shape).flip(-2).cumsum(-2).flip(-2)   # up is (.., 1) if g is
-            dQ *= up
-            dK_up *= up
-            dK_down *= down
-        dK = dK_up.add_(dK_down).addcmul_(dbeta, b * K, value=-2)
-        grads = (dQ, dK, dX, dbeta[..., 0], dg)
+            dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write
+            dc[..., -1, :] += at_end
+            dc = dc.sum_to_size(to_read.shape)                           # one gate: over its channels
+            dg = dc.flip(-2).cumsum(-2).flip(-2)
+            dQ_read *= to_read
+            dK_read *= to_read
+            dK_write *= to_write
+        dK = dK_read.add_(dK_write).addcmul_(dbeta, b * K, value=-2)
+        grads = (dQ_read, dK, dX, dbeta[..., 0], dg)
         grads = [x if x is None else from_chunks(x, B, T, H) for x in grads]
         return *grads, dS.unflatten(0, (B, H)), None
 
@@ -237,13 +242,13 @@ class DeltaRuleChunks(torch.autograd.Function):
 # each chunk can do the rest by itself: backward_inputs_kernel, a program a chunk. X, D, S, dY and dS' are
 # saved in the inputs' dtype, as they only make gradients, which are in that dtype, too.
 #
-# Capitals are tiles, small letters where they lie in memory; K is n_k wide and padded to BK. A name with a t
-# is a transpose: a program holds St, its columns of S as rows, so that all products have 16 rows. Less than
-# 64 of them keeps Triton from Hopper's newest matrix instructions, on which scans like this one have come out
-# wrong (flash-linear-attention's issues 640 and 984).
+# Capitals are tiles, the same small letters pointers to where they lie. K is n_k wide and padded to BK. St is
+# S transposed, BV x BK: so the left factor of each product has C = BV = 16 rows, and Triton does not take
+# Hopper's wgmma instructions of 64 rows, with which scans like this one have come out wrong
+# (flash-linear-attention's issues 640 and 984).
 #
-# Tensor cores multiply bf16, and a state that is read through bf16 loses a tenth of itself in 4,096
-# reflections. But an fp32 number is the sum of three in bf16, and bf16x6 multiplies all of them that count.
+# Tensor cores multiply bf16. A state that is rounded to bf16 where it is read is 3 % off after 4,096 swaps.
+# But an fp32 number is the sum of three in bf16, and bf16x6 adds the six of their nine products that matter.
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
 
@@ -260,7 +265,7 @@ def dot(a, b):
 
 
 @jit
-def read(x, row, exists, column, width):
+def load_rows(x, row, exists, column, width):
     """Rows of x (..., width), zeros where there is nothing to read."""
     exists = exists[:, None] & (column < width)[None, :]
     tile = tl.load(x + row[:, None] * width + column[None, :], exists, 0.0)
@@ -268,7 +273,7 @@ def read(x, row, exists, column, width):
 
 
 @jit
-def write(x, row, exists, column, width, tile):
+def store_rows(x, row, exists, column, width, tile):
     exists = exists[:, None] & (column < width)[None, :]
     tl.store(x + row[:, None] * width + column[None, :], tile, exists)
 
@@ -281,23 +286,24 @@ def steps_of(n, bh, T, H, C: tl.constexpr):
 
 
 @jit
-def read_rescaled(k, q, g, row, exists, column, width):
-    """-> K, Q_up, K_up, K_down, up, down (C, BK), half (1, BK), as in `decays`."""
-    K, Q = read(k, row, exists, column, width), read(q, row, exists, column, width)
+def load_rescaled(q, k, g, row, exists, column, width):
+    """-> K, Q_read, K_read, K_write (C, BK); exp(c - mid), exp(mid - c), half (1, BK), or 1 without gates."""
+    Q, K = load_rows(q, row, exists, column, width), load_rows(k, row, exists, column, width)
     if g is None:
         return K, Q, K, K, 1.0, 1.0, 1.0
     else:
-        G = read(g, row, exists, column, width)
-        c, m = tl.cumsum(G, 0), 0.5 * tl.sum(G, 0)[None, :]
-        up, down = tl.exp(c - m), tl.exp(m - c)
-        return K, up * Q, up * K, down * K, up, down, tl.exp(m)
+        logs = load_rows(g, row, exists, column, width)
+        c, mid = tl.cumsum(logs, 0), 0.5 * tl.sum(logs, 0)[None, :]
+        to_read, to_write = tl.exp(c - mid), tl.exp(mid - c)
+        return K, to_read * Q, to_read * K, to_write * K, to_read, to_write, tl.exp(mid)
 
 
 @jit
-def projector(K_up, K_down, beta):
-    """-> U = K_up K_down^T / |k|^2; |k|^2, which is the product's diagonal; b = beta / |k|^2."""
-    i = tl.arange(0, K_up.shape[0])
-    KK = dot(K_up, tl.trans(K_down))
+def key_products(K_read, K_write, beta):
+    """-> U = K_read K_write^T / |k|^2; |k|^2, the diagonal of that product; b = beta / |k|^2. Triton's "/" is
+    approximate, so this is div_rn: for equal keys U must be 1."""
+    i = tl.arange(0, K_read.shape[0])
+    KK = dot(K_read, tl.trans(K_write))
     norm2 = tl.sum(tl.where(i[:, None] == i, KK, 0.0), 1)
     norm2 = tl.where(norm2 > 0, norm2, float("inf"))                     # a zero key writes nothing
     return tl.div_rn(KK, norm2[:, None]), norm2, tl.div_rn(beta, norm2)
@@ -305,13 +311,13 @@ def projector(K_up, K_down, beta):
 
 @jit
 def inverse(A):
-    """(I + A)^-1 of a triangular A, 16 x 16. Once the diagonal blocks of 1, 2, 4 and 8 are done, what lies
-    between two of them is -M A M: products only, but no powers of A."""
+    """(I + A)^-1 of a strictly lower triangular A, 16 x 16. Two neighbours among the inverted diagonal blocks
+    become one of twice the size: what is below them is -M A M. No powers of A."""
     tl.static_assert(A.shape[0] == 16)
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     M = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
-    for size in tl.static_range(1, 4):                                   # blocks of 2, 4, 8
-        between = (i >> size != j >> size) & (i >> (size + 1) == j >> (size + 1))
+    for bits in tl.static_range(1, 4):                                   # join blocks of 2, 4, 8
+        between = (i >> bits != j >> bits) & (i >> (bits + 1) == j >> (bits + 1))
         M -= dot(dot(M, tl.where(between, A, 0.0)), M)
     return M
 
@@ -319,108 +325,111 @@ def inverse(A):
 @kernel
 def forward_kernel(q, k, v, beta, g, start, o, end, m, starts, x, d, T, H, n_k, n_v,
                    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, j, ks, vs = tl.arange(0, C)[:, None], tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    St = tl.trans(read(start, bh * n_k + ks, ks < n_k, vs, n_v))
+    bh, v_block = tl.program_id(0).to(tl.int64), tl.program_id(1)        # offsets may pass 2^31
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)
+    ks, vs = tl.arange(0, BK), v_block * BV + tl.arange(0, BV)
+    St = tl.trans(load_rows(start, bh * n_k + ks, ks < n_k, vs, n_v))
     for n in range(tl.cdiv(T, C)):
         row, exists = steps_of(n, bh, T, H, C)
-        K, Q_up, K_up, K_down, up, down, half = read_rescaled(k, q, g, row, exists, ks, n_k)
-        V, Beta = read(v, row, exists, vs, n_v), tl.load(beta + row, exists, 0.0)
-        U, norm2, b = projector(K_up, K_down, Beta)
+        K, Q_read, K_read, K_write, to_read, to_write, half = load_rescaled(q, k, g, row, exists, ks, n_k)
+        V, Beta = load_rows(v, row, exists, vs, n_v), tl.load(beta + row, exists, 0.0)
+        U, norm2, b = key_products(K_read, K_write, Beta)
         M = inverse(tl.where(i > j, Beta[:, None] * U, 0.0))
-        P = tl.where(i >= j, dot(Q_up, tl.trans(K_down)), 0.0)
+        P = tl.where(i >= j, dot(Q_read, tl.trans(K_write)), 0.0)
 
         St = half * St
-        X = V - dot(K_up, tl.trans(St))
+        X = V - dot(K_read, tl.trans(St))
         D = dot(M, b[:, None] * X)
-        write(o, row, exists, vs, n_v, dot(Q_up, tl.trans(St)) + dot(P, D))
+        store_rows(o, row, exists, vs, n_v, dot(Q_read, tl.trans(St)) + dot(P, D))
         if starts is not None:                                           # there will be a backward
             chunk = bh * tl.cdiv(T, C) + n
-            write(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
-            write(m, chunk * C + j, j < C - tile * C, j, C, M)           # tile 0 writes for all
-            write(x, row, exists, vs, n_v, X)
-            write(d, row, exists, vs, n_v, D)
-        St = half * (St + dot(tl.trans(D), K_down))
-    write(end, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(St))
+            store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
+            if v_block == 0:                                             # it is the same for all blocks
+                store_rows(m, chunk * C + j, j < C, j, C, M)
+            store_rows(x, row, exists, vs, n_v, X)
+            store_rows(d, row, exists, vs, n_v, D)
+        St = half * (St + dot(tl.trans(D), K_write))
+    store_rows(end, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(St))
 
 
 @kernel
-def backward_state_kernel(q, k, beta, g, m, do, dend, dy, ends, dstart, T, H, n_k, n_v,
+def backward_state_kernel(q, k, beta, g, m, do, dend, dy, ds_after, dstart, T, H, n_k, n_v,
                           C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, j, ks, vs = tl.arange(0, C)[:, None], tl.arange(0, C), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    dSt = tl.trans(read(dend, bh * n_k + ks, ks < n_k, vs, n_v))
+    bh, v_block = tl.program_id(0).to(tl.int64), tl.program_id(1)        # offsets may pass 2^31
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)
+    ks, vs = tl.arange(0, BK), v_block * BV + tl.arange(0, BV)
+    dSt = tl.trans(load_rows(dend, bh * n_k + ks, ks < n_k, vs, n_v))
     for n in range(tl.cdiv(T, C) - 1, -1, -1):
         chunk = bh * tl.cdiv(T, C) + n
         row, exists = steps_of(n, bh, T, H, C)
-        K, Q_up, K_up, K_down, up, down, half = read_rescaled(k, q, g, row, exists, ks, n_k)
-        dO, M = read(do, row, exists, vs, n_v), read(m, chunk * C + j, j < C, j, C)
-        U, norm2, b = projector(K_up, K_down, tl.load(beta + row, exists, 0.0))
-        P = tl.where(i >= j, dot(Q_up, tl.trans(K_down)), 0.0)
+        K, Q_read, K_read, K_write, to_read, to_write, half = load_rescaled(q, k, g, row, exists, ks, n_k)
+        dO, M = load_rows(do, row, exists, vs, n_v), load_rows(m, chunk * C + j, j < C, j, C)
+        U, norm2, b = key_products(K_read, K_write, tl.load(beta + row, exists, 0.0))
+        P = tl.where(i >= j, dot(Q_read, tl.trans(K_write)), 0.0)
 
         dSt = half * dSt
-        write(ends, chunk * n_v + vs, vs < n_v, ks, n_k, dSt)
-        dD = dot(tl.trans(P), dO) + dot(K_down, tl.trans(dSt))
+        store_rows(ds_after, chunk * n_v + vs, vs < n_v, ks, n_k, dSt)
+        dD = dot(tl.trans(P), dO) + dot(K_write, tl.trans(dSt))
         dY = dot(tl.trans(M), dD)
-        write(dy, row, exists, vs, n_v, dY)
-        dSt = half * (dSt + dot(tl.trans(dO), Q_up) - dot(tl.trans(b[:, None] * dY), K_up))
-    write(dstart, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(dSt))
+        store_rows(dy, row, exists, vs, n_v, dY)
+        dSt = half * (dSt + dot(tl.trans(dO), Q_read) - dot(tl.trans(b[:, None] * dY), K_read))
+    store_rows(dstart, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(dSt))
 
 
 @kernel
-def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ends, dq, dk, dv, dbeta, dg, T, H, n_k, n_v,
-                           C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk, dv, dbeta, dg,
+                           T, H, n_k, n_v, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     bh, n = chunk // tl.cdiv(T, C), chunk % tl.cdiv(T, C)
     i, j, ks = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)
     row, exists = steps_of(n, bh, T, H, C)
-    K, Q_up, K_up, K_down, up, down, half = read_rescaled(k, q, g, row, exists, ks, n_k)
-    U, norm2, b = projector(K_up, K_down, tl.load(beta + row, exists, 0.0))
+    K, Q_read, K_read, K_write, to_read, to_write, half = load_rescaled(q, k, g, row, exists, ks, n_k)
+    U, norm2, b = key_products(K_read, K_write, tl.load(beta + row, exists, 0.0))
 
     dP, dA = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    dQ_up, dYS = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
-    dK_down, kept = tl.zeros((C, BK), tl.float32), tl.zeros((BK,), tl.float32)
+    dQ_read, dYS = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
+    dK_write, kept = tl.zeros((C, BK), tl.float32), tl.zeros((BK,), tl.float32)
     dYX = tl.zeros((C,), tl.float32)
     for first in range(0, n_v, BV):
         vs = first + tl.arange(0, BV)
-        X, D = read(x, row, exists, vs, n_v), read(d, row, exists, vs, n_v)
-        dO, dY = read(do, row, exists, vs, n_v), read(dy, row, exists, vs, n_v)
-        St = read(starts, chunk * n_v + vs, vs < n_v, ks, n_k)
-        dSt = read(ends, chunk * n_v + vs, vs < n_v, ks, n_k)
-        write(dv, row, exists, vs, n_v, b[:, None] * dY)
+        X, D = load_rows(x, row, exists, vs, n_v), load_rows(d, row, exists, vs, n_v)
+        dO, dY = load_rows(do, row, exists, vs, n_v), load_rows(dy, row, exists, vs, n_v)
+        St = load_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k)
+        dSt = load_rows(ds_after, chunk * n_v + vs, vs < n_v, ks, n_k)
+        store_rows(dv, row, exists, vs, n_v, b[:, None] * dY)
         dYX += tl.sum(dY.to(tl.float32) * X, 1)
         dP += dot(dO, tl.trans(D))
         dA -= dot(dY, tl.trans(D))
-        dQ_up += dot(dO, St)
+        dQ_read += dot(dO, St)
         dYS += dot(dY, St)
-        dK_down += dot(D, dSt)
+        dK_write += dot(D, dSt)
         kept += tl.sum(St.to(tl.float32) * dSt, 0)
 
     dP, dA = tl.where(i >= j, dP, 0.0), tl.where(i > j, dA, 0.0)
     G = b[:, None] * dA
-    written = tl.sum(K_down * dK_down, 0)
-    dQ_up += dot(dP, K_down)
-    dK_up = dot(G, K_down) - b[:, None] * dYS
-    dK_down += dot(tl.trans(dP), Q_up) + dot(tl.trans(G), K_up)
+    at_end = kept + tl.sum(K_write * dK_write, 0)                        # sum_V S' * dS'
+    dQ_read += dot(dP, K_write)
+    dK_read = dot(G, K_write) - b[:, None] * dYS
+    dK_write += dot(tl.trans(dP), Q_read) + dot(tl.trans(G), K_read)
     dBeta = tl.div_rn(dYX, norm2) + tl.sum(tl.where(i > j, dA * U, 0.0), 1)
-    dK = up * dK_up + down * dK_down - 2 * dBeta[:, None] * (b[:, None] * K)
-    write(dq, row, exists, ks, n_k, up * dQ_up)
-    write(dk, row, exists, ks, n_k, dK)
+    dK = to_read * dK_read + to_write * dK_write - 2 * dBeta[:, None] * (b[:, None] * K)
+    store_rows(dq, row, exists, ks, n_k, to_read * dQ_read)
+    store_rows(dk, row, exists, ks, n_k, dK)
     tl.store(dbeta + row, dBeta, exists)
     if g is not None:
-        dc = Q_up * dQ_up + K_up * dK_up - K_down * dK_down
-        dc += tl.where(i == C - 1, (written + kept)[None, :], 0.0)
-        write(dg, row, exists, ks, n_k, tl.cumsum(dc, 0, reverse=True))
+        dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write
+        dc += tl.where(i == C - 1, at_end[None, :], 0.0)
+        store_rows(dg, row, exists, ks, n_k, tl.cumsum(dc, 0, reverse=True))
 
 
-CHUNK, WIDEST = 16, 128                                  # with chunks of 32, the registers overflow
+CHUNK, WIDEST = 16, 128                                  # of 32 steps, registers overflow; also BV
 WARPS = {16: 1, 32: 2, 64: 4, 128: 8}                    # by K, rounded up
 
 
 def settings(K):
     """-> what the kernels are compiled with: sizes of tiles, warps."""
     BK = max(16, triton.next_power_of_2(K))
-    return dict(C=CHUNK, BK=BK, BV=16, num_warps=WARPS[BK], num_stages=1)
+    return dict(C=CHUNK, BK=BK, BV=CHUNK, num_warps=WARPS[BK], num_stages=1)
 
 
 class DeltaRuleTriton(torch.autograd.Function):
@@ -430,8 +439,9 @@ class DeltaRuleTriton(torch.autograd.Function):
     def forward(ctx, q, k, v, beta, g, state):
         q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
         (B, T, H, K), V = k.shape, v.shape[-1]
-        N, grid = -(-T // CHUNK), (B * H, -(-V // 16))
-        o, end, m, starts, x, d = torch.empty_like(v), torch.empty_like(state), None, None, None, None
+        N, grid = triton.cdiv(T, CHUNK), (B * H, triton.cdiv(V, CHUNK))
+        o, end = torch.empty_like(v), torch.empty_like(state)
+        m = starts = x = d = None
         if any(ctx.needs_input_grad):
             m, starts = state.new_empty(B * H, N, CHUNK, CHUNK), v.new_empty(B * H, N, V, K)
             x, d = torch.empty_like(v), torch.empty_like(v)
@@ -446,24 +456,24 @@ class DeltaRuleTriton(torch.autograd.Function):
         q, k, beta, g, m, starts, x, d = ctx.saved_tensors
         do, dend = do.contiguous(), dend.contiguous()
         (B, T, H, K), V, N = k.shape, x.shape[-1], starts.shape[1]
-        dy, ends, dstart = torch.empty_like(x), torch.empty_like(starts), torch.empty_like(dend)
+        dy, ds_after, dstart = torch.empty_like(x), torch.empty_like(starts), torch.empty_like(dend)
         dq, dk, dv, dbeta, dg = (y if y is None else torch.empty_like(y) for y in (q, k, x, beta, g))
-        sizes, grid = (T, H, K, V), (B * H, -(-V // 16))
+        grid = B * H, triton.cdiv(V, CHUNK)
         with torch.cuda.device_of(k):
-            backward_state_kernel[grid](q, k, beta, g, m, do, dend, dy, ends, dstart, *sizes, **settings(K))
-            backward_inputs_kernel[(B * H * N,)](q, k, beta, g, x, d, starts, do, dy, ends,
-                                                 dq, dk, dv, dbeta, dg, *sizes, **settings(K))
+            backward_state_kernel[grid](q, k, beta, g, m, do, dend, dy, ds_after, dstart,
+                                        T, H, K, V, **settings(K))
+            backward_inputs_kernel[(B * H * N,)](q, k, beta, g, x, d, starts, do, dy, ds_after,
+                                                 dq, dk, dv, dbeta, dg, T, H, K, V, **settings(K))
         return dq, dk, dv, dbeta, dg, dstart
 
 
 # ----------------------------------------------------------------------------------------------------------
-# One door to all of them
+# The public function
 
 BACKENDS = ("loop", "torch", "triton")
-DRIFTERS = ("identical", "transpositions", "collinear 1e-3")
 TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-5,          # of `errors`, up to 100 steps;
-             torch.bfloat16: 2e-2, torch.float16: 1e-3}          # ten times that after 1,000
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-5,          # of `errors`, up to 100 steps; ten times
+             torch.bfloat16: 3e-2, torch.float16: 1e-3}          # that after 1,000
 
 
 def why_not_triton(device, dtype, K, V):
@@ -487,15 +497,14 @@ def why_not_triton(device, dtype, K, V):
 @functools.cache
 def trial(device, dtype, K, V):
     """-> what is wrong with the kernels on this GPU, or None. They run with and without gates and gradients,
-    against the loop in float64: kernels that compile and compute something else have been seen
-    (flash-linear-attention's issue 984)."""
+    against the loop in float64."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
             for T, gate in itertools.product((1, 40), (None, -0.3)):
                 inputs = example("transpositions", 1, T, 2, K, V, gate, dtype, device)
                 found = list(compare(inputs, "triton").items())
                 truth = delta_rule(*(x if x is None else x.double() for x in inputs), backend="loop")
-                with torch.no_grad():                                    # this is compiled by itself
+                with torch.no_grad():                                    # without them it is another build
                     found += zip(TENSORS, errors(delta_rule(*inputs, backend="triton"), truth))
                 for name, error in found:
                     if not error <= tolerance(name, dtype, T):
@@ -520,7 +529,6 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
         return "torch", "chunks, on any device"
     if backend in ("loop", "torch"):
         return backend, "as asked"
-    dtype = torch.float32 if dtype == torch.float16 else dtype
     obstacle = why_not_triton(device, dtype, K, V)
     if obstacle and backend == "triton":
         raise ValueError(f"backend 'triton': {obstacle}; use 'torch'")
@@ -557,28 +565,28 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
             raise ValueError(f"{name} is on {x.device}, but k on {k.device}: move one of them")
     if k.numel() == 0:
         raise ValueError(f"k is {tuple(k.shape)}: there is nothing to scan")
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    inner = torch.bfloat16 if {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} else dtype
-    backend, _ = resolve_backend(backend, v.device, inner, K, V)
+    out_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    kernel_dtype = torch.bfloat16 if {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} else dtype
+    backend, _ = resolve_backend(backend, v.device, kernel_dtype, K, V)
     with torch.autocast(v.device.type, enabled=False):
-        q, k, x = (x.to(inner if backend == "triton" else dtype) for x in (q, k, v))
+        q, k, v = (x.to(kernel_dtype if backend == "triton" else dtype) for x in (q, k, v))
         beta = beta.to(dtype)
-        S = x.new_zeros(B, H, K, V, dtype=dtype) if state is None else state.to(dtype)
+        S = v.new_zeros(B, H, K, V, dtype=dtype) if state is None else state.to(dtype)
         if g is not None:
             g = g.to(dtype).clamp(min=LOG_MIN)
         if backend == "loop":
-            o, S = delta_rule_loop(q, k, x, beta, g, S)
+            o, S = delta_rule_loop(q, k, v, beta, g, S)
         elif backend == "torch":
             C = chunk or (16 if K <= 32 else 32)
-            o, S = DeltaRuleChunks.apply(q, k, x, beta, g, S, min(C, T) if g is None else min(C, T, 16))
+            o, S = DeltaRuleChunks.apply(q, k, v, beta, g, S, min(C, T) if g is None else min(C, T, 16))
         else:
             g = g if g is None else g.expand_as(k)
-            o, S = opaque(DeltaRuleTriton.apply)(q, k, x, beta, g, S)
-    return o.to(v.dtype), S
+            o, S = opaque(DeltaRuleTriton.apply)(q, k, v, beta, g, S)
+    return o.to(out_dtype), S
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The diagonal cousin, in chunks; simple enough to leave its backward to autograd
+# Linear attention with decay, in chunks; simple enough to leave its backward to autograd
 
 def decay_scan(q, k, v, a=None, state=None, chunk=32):
     """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence, or linear attention (a None: 1).
@@ -592,10 +600,11 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
         a_C = torch.ones(len(V), 1, 1, dtype=dtype, device=v.device)
         if a is not None:
             a = to_chunks(a.to(dtype), C, fill=1)                        # (N*B*H, C)
-            later = torch.ones(C, C, dtype=torch.bool, device=a.device).triu(1)
-            R = torch.where(later, a[:, None], 1).cumprod(-1).mT         # R_ij = a_{j+1} ... a_i, for i >= j
-            gamma = a.cumprod(-1)[..., None]                             # a_1 ... a_i
-            Q, K_out, P, a_C = gamma * Q, R[:, -1, :, None] * K_out, R * P, gamma[:, -1:]
+            below = torch.ones(C, C, dtype=torch.bool, device=a.device).tril(-1)
+            R = torch.where(below, a[..., None], 1).cumprod(-2)          # R_ij = a_{j+1} ... a_i, from j to i
+            gamma = a.cumprod(-1)[..., None]                             # a_1 ... a_i, from the start to i
+            Q, P = gamma * Q, R * P
+            K_out, a_C = R[:, -1, :, None] * K_out, gamma[:, -1:]        # to the chunk's end
         S = V.new_zeros(B * H, K, v.shape[-1]) if state is None else state.to(dtype).flatten(0, 1)
         starts = []
         for decay, write in zip(a_C.split(B * H), (K_out.mT @ V).split(B * H)):
@@ -610,6 +619,7 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
 
 SPREAD = {"identical": 0, "collinear 1e-6": 1e-6, "collinear 1e-3": 1e-3}
 EXAMPLES = ("random", "unnormalised", *SPREAD, "transpositions", "zero")
+DRIFT_KINDS = ("identical", "transpositions", "collinear 1e-3")
 
 
 def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu", seed=0):
@@ -622,21 +632,21 @@ def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, d
     here = dict(generator=rng, dtype=torch.float64, device="cpu")        # whatever the default device is
     q, k, v = (torch.randn(B, T, H, n, **here) for n in (K, K, V))
     state = torch.randn(B, H, K, V, **here)
-    some = torch.rand(B, T, H, 1, **here)
+    uniform = torch.rand(B, T, H, 1, **here)
     beta = 2 * torch.ones_like(k[..., 0])
     if kind in ("random", "unnormalised", "zero"):
-        beta = 2 * some[..., 0] * (kind != "zero")
+        beta = 2 * uniform[..., 0] * (kind != "zero")
     elif kind in SPREAD:
         k = k[:, :1] + SPREAD[kind] * k
     else:
         pairs = torch.rand(B, T, H, min(5, max(2, K)), **here).argsort(-1)
         unit = torch.eye(max(2, K), dtype=k.dtype, device="cpu")[:, :K]
         k = unit[pairs[..., 0]] - unit[pairs[..., 1]]
-    k = F.normalize(k, dim=-1) * (5 * some if kind == "unnormalised" else 1)
-    inputs = [x.to(dtype) for x in (F.normalize(q, dim=-1), k, v / math.sqrt(V), beta)]
-    inputs += [None if gate is None else 2 * gate * torch.rand(k.shape, **here), state]
-    wide = torch.promote_types(dtype, torch.float32)
-    return [x if x is None else x.to(device, x.dtype if x.dtype == dtype else wide) for x in inputs]
+    k = F.normalize(k, dim=-1) * (5 * uniform if kind == "unnormalised" else 1)
+    inputs = [x.to(device, dtype) for x in (F.normalize(q, dim=-1), k, v / math.sqrt(V), beta)]
+    wide = torch.promote_types(dtype, torch.float32)                     # g and state are not rounded
+    g = None if gate is None else (2 * gate * torch.rand(k.shape, **here)).to(device, wide)
+    return [*inputs, g, state.to(device, wide)]
 
 
 def errors(tensors, truth):
@@ -730,7 +740,7 @@ def main():
 
     print("\nerror of the state after 65,536 reflections, worst of 16 heads")
     scan = {backend: functools.partial(delta_rule, backend=backend)}
-    for dtype, kind in itertools.product((torch.float32, torch.bfloat16), DRIFTERS):
+    for dtype, kind in itertools.product((torch.float32, torch.bfloat16), DRIFT_KINDS):
         found = drift(kind, scan, dtype, device=device)[backend]
         print(f"{backend} {dtype}, keys: {kind:16s}{found[0]:.0e}", flush=True)
 

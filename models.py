@@ -4,7 +4,7 @@ The models: one language model, ten ways to mix time, each an equation you know.
     x = embed(tokens);   x = x + mixer(norm(x)), x = x + mlp(norm(x)) in each block;   logits = head(norm(x))
 
   linear_attention  S_t = S_{t-1} + k_t v_t^T
-  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in (0, beta_max)
+  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         |k_t| = 1, beta < beta_max
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
   kda               the same, g in (0, 1)^K: each row of the state has its own gate
   deltaproduct      n_householder delta steps per token
@@ -134,7 +134,8 @@ class KDA(GatedDeltaNet):
 
 
 class DeltaProduct(DeltaNet):
-    """Siems et al. 2502.10297: n_householder delta steps per token, which can be a product of reflections."""
+    """Siems et al. 2502.10297: n_householder delta steps per token; together they can be a product of
+    reflections."""
 
     def __init__(self, cfg):
         self.steps = cfg.n_householder

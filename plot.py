@@ -24,7 +24,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
-`drift`, `heads` and `accuracy` measure, they leave in a .jsonl beside the picture, from which they can draw it again.
+`drift`, `heads` and `accuracy` measure, they leave in a .jsonl beside the picture, to draw it again from it.
 P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
@@ -590,12 +590,12 @@ def drift(args):
 # ----------------------------------------------------------------------------------------------------------
 # What rounding does to the scan at eigenvalue -1
 
-SCHEMES = ["no division by |k|^2", "state read in bf16", "Neumann inverse", "b rounded first"]
+SCHEMES = ["no division by |k|^2", "state read in bf16", "Neumann inverse", "beta / |k|^2 first"]
 
 
 def scheme(q, k, v, beta, state, name, C=16):
-    """The state after these steps, as kernels.py computes it but for one thing, `name`. T is a multiple of
-    C. -> None, state, as `delta_rule` returns them."""
+    """The state after these steps, as kernels.py computes it, with the one change that `name` says. T is a
+    multiple of C, B is 1, q is not used. -> None, state, as `delta_rule` returns them."""
     heads = state.shape[1]
     k, v, beta = (kernels.to_chunks(x.float(), C) for x in (k, v, beta[..., None]))
     KK, eye = k @ k.mT, torch.eye(C)
@@ -603,9 +603,7 @@ def scheme(q, k, v, beta, state, name, C=16):
     if name == "no division by |k|^2":
         norm2 = torch.ones_like(norm2)
     b = beta / norm2
-    A = (beta * (KK / norm2)).tril(-1)
-    if name == "b rounded first":
-        A = (b * KK).tril(-1)
+    A = (b * KK if name == "beta / |k|^2 first" else beta * (KK / norm2)).tril(-1)
     M = torch.linalg.solve_triangular(A, eye.expand_as(A), upper=False, unitriangular=True)
     if name == "Neumann inverse":                           # (I + A)^-1, as A^16 = 0
         M = (eye - A) @ (eye + A @ A)
@@ -621,7 +619,7 @@ def measure_accuracy(args):
     scans = {name: functools.partial(scheme, name=name) for name in SCHEMES}
     scans["kernels.py"] = kernels.delta_rule
     steps = [2 ** n for n in range(4, 17)]
-    errors = {kind: kernels.drift(kind, scans, marks=steps) for kind in kernels.DRIFTERS}
+    errors = {kind: kernels.drift(kind, scans, marks=steps) for kind in kernels.DRIFT_KINDS}
     for curves in errors.values():
         for name, found in curves.items():
             curves[name] = [x for x in found if math.isfinite(x)]    # up to where the state overflows
@@ -629,8 +627,8 @@ def measure_accuracy(args):
 
 
 def accuracy(args):
-    """Error of the state over steps, against float64 on the same keys; worst of 16 heads. A curve ends where
-    it leaves the picture."""
+    """Error of the state over steps, against float64 on the same keys; worst of 16 heads. Curves may leave
+    the picture at its top."""
     found = measured(args, measure_accuracy)
     figure, every = plt.subplots(1, len(found["errors"]), figsize=(13, 4), sharey=True)
     for axes, (kind, curves) in zip(every, found["errors"].items()):

@@ -1026,7 +1026,7 @@ def test_chunks_equal_the_loop_after_1000_steps(kind, gate):
 
 
 @slow
-@pytest.mark.parametrize("C", [1, 16, 20, 64])
+@pytest.mark.parametrize("C", [1, 16, 20, 32])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_chunks_equal_the_loop_at_any_chunk_length(kind, gate, C):
@@ -1094,7 +1094,7 @@ def test_4096_reflections_along_other_keys_keep_the_state(kind, limit):
 
 
 @slow
-@pytest.mark.parametrize("kind", kernels.DRIFTERS)
+@pytest.mark.parametrize("kind", kernels.DRIFT_KINDS)
 def test_65536_reflections_along_other_keys_keep_the_state(kind):
     assert kernels.drift(kind, {"ours": delta_rule})["ours"][0] < 5e-3
 
@@ -1150,7 +1150,8 @@ def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("K, V", [(1, 3), (16, 16), (24, 32), (64, 40), (128, 20)])
 def test_kernels_equal_the_loop_for_every_width_and_length(K, V, dtype):
-    for (kind, gate), T in zip(itertools.product(EXAMPLES, GATES), itertools.cycle((1, 100, 16, 17, 2))):
+    gates = GATES if dtype == torch.float32 else GATES[:-1]               # where all is forgotten, dg is noise
+    for (kind, gate), T in zip(itertools.product(EXAMPLES, gates), itertools.cycle((1, 100, 16, 17, 2))):
         right("triton", kind, T, gate, K, V, dtype, with_state=T != 16)
 
 
@@ -2552,7 +2553,7 @@ def test_the_accuracy_figures_schemes_are_the_scan_but_for_one_thing():
     scans["ours"] = delta_rule
     swaps, alike = (kernels.drift(kind, scans, marks=[1024]) for kind in ("transpositions", "collinear 1e-3"))
     assert swaps["nothing"] == pytest.approx(swaps["ours"], rel=0.1)
-    assert swaps["ours"] < [1e-5] < swaps["b rounded first"] < [1e-3] < swaps["state read in bf16"]
+    assert swaps["ours"] < [1e-5] < swaps["beta / |k|^2 first"] < [1e-3] < swaps["state read in bf16"]
     assert alike["ours"] < [1e-3] and [1] < alike["Neumann inverse"] and [1] < alike["no division by |k|^2"]
 
 
