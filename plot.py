@@ -635,8 +635,7 @@ def accuracy(args):
         for look, (name, errors) in zip(LOOKS, curves.items()):
             axes.loglog(found["steps"][:len(errors)], errors, **look, label=name)
         axes.set_ylim(1e-7, 1e2)
-        axes.set(xlabel="steps at eigenvalue -1", title=f"keys: {kind}")
-    every[0].set_ylabel("relative error of the state")
+        axes.set(xlabel="steps at eigenvalue -1", ylabel="relative error of the state", title=f"keys: {kind}")
     every[0].legend()
     figure.suptitle(found["of"])
     return figure

@@ -1013,6 +1013,7 @@ def test_chunks_equal_the_loop_forward_and_backward(kind, gate):
     for T in (1, 2, 16, 33, 100):
         right("torch", kind, T, gate)
     right("torch", kind, 33, gate, with_state=False)
+    right("torch", kind, 33, gate, K=40)
     right("torch", kind, 70, gate, dtype=torch.float64, K=40)
     if gate:
         right("torch", kind, 50, gate, one_gate=True)
@@ -1047,6 +1048,26 @@ def test_gradients_are_those_of_finite_differences(gates):
     g = {"none": None, "one": g[..., 0], "per channel": g}[gates]
     inputs = [x if x is None else x.requires_grad_() for x in (q, k, v, beta, g, S)]
     assert torch.autograd.gradcheck(functools.partial(delta_rule, chunk=4, backend="torch"), inputs)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=triton_is_here)])
+def test_gates_that_forget_nearly_all_and_below_that_all_alike(backend):
+    inputs = example("random", 1, 40, 2, 16, 16, -1, torch.float32, DEVICE if backend == "triton" else "cpu")
+    inputs[4][:] = LOG_MIN + 0.1
+    found = compare(inputs, backend)
+    assert found.pop("dg") < 5e-4 and max(found.values()) < TOLERANCE[torch.float32]
+    inputs[4][:] = -40                                                    # as -7: e^-7 of the state is left
+    inputs[3][:] = 0
+    _, S = delta_rule(*(x[:, :1] for x in inputs[:5]), inputs[5], backend=backend)
+    assert torch.allclose(S, math.exp(-7) * inputs[5], rtol=1e-5)
+
+
+def test_a_gradients_gradient_is_refused():
+    inputs = [x.requires_grad_() for x in example("random", T=5)[:4]]
+    o, _ = delta_rule(*inputs, backend="torch")
+    [dq] = torch.autograd.grad((o * o).sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
 
 
 def test_a_scan_may_be_split_anywhere():
@@ -1135,7 +1156,7 @@ def test_autocast_changes_nothing_forward_or_backward():
 @pytest.mark.parametrize("gate", [None, -0.3])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_kernels_equal_the_loop_forward_and_backward(kind, gate):
-    right("triton", kind, 20, gate, 12, 24)
+    right("triton", kind, 20, gate, 20, 24)
 
 
 @triton_is_here
@@ -1148,10 +1169,11 @@ def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
 @triton_is_here
 @slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K, V", [(1, 3), (16, 16), (24, 32), (64, 40), (128, 20)])
+@pytest.mark.parametrize("K, V", [(2, 3), (16, 16), (24, 32), (64, 40), (128, 20)])
 def test_kernels_equal_the_loop_for_every_width_and_length(K, V, dtype):
     gates = GATES if dtype == torch.float32 else GATES[:-1]               # where all is forgotten, dg is noise
-    for (kind, gate), T in zip(itertools.product(EXAMPLES, gates), itertools.cycle((1, 100, 16, 17, 2))):
+    lengths = itertools.cycle((1, 100, 16, 17, 2, 33, 20))                # 7 of them, beside 4 or 5 gates
+    for (kind, gate), T in zip(itertools.product(EXAMPLES, gates), lengths):
         right("triton", kind, T, gate, K, V, dtype, with_state=T != 16)
 
 
@@ -1178,7 +1200,7 @@ def test_kernels_carry_a_state_in_pieces_and_token_by_token():
 
 
 @triton_is_here
-def test_a_forward_without_gradients_saves_nothing_and_runs_on_its_tensors_device(monkeypatch):
+def test_kernels_get_what_they_need_on_its_device_and_save_only_for_a_backward(monkeypatch):
     given, seen = [], []
 
     class Kernel:
@@ -1188,14 +1210,17 @@ def test_a_forward_without_gradients_saves_nothing_and_runs_on_its_tensors_devic
     def device_of(x):
         seen.append(x)
         return contextlib.nullcontext()
-    monkeypatch.setattr(kernels, "forward_kernel", Kernel())
+    for name in ("forward_kernel", "backward_state_kernel", "backward_inputs_kernel"):
+        monkeypatch.setattr(kernels, name, Kernel())
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    inputs = [x.to(DEVICE) for x in example("random", dtype=torch.float32)[:4]]
+    inputs = [x.to(DEVICE) for x in example("random", dtype=torch.bfloat16)[:4]]
     delta_rule(*inputs, backend="triton")
-    delta_rule(inputs[0].requires_grad_(), *inputs[1:], backend="triton")
-    saved = [args[8:12] for args in given]                                # m, starts, x, d
+    o, _ = delta_rule(inputs[0].requires_grad_(), *inputs[1:], backend="triton")
+    o.sum().backward()
+    saved = [args[8:12] for args in given[:2]]                            # m, starts, x, d
     assert saved[0] == (None,) * 4 and None not in saved[1]
-    assert len(seen) == 2 and all(x.data_ptr() == inputs[1].data_ptr() for x in seen)
+    assert len(given) == 4 and all(x.dtype == torch.bfloat16 for args in given for x in args[:2])
+    assert len(seen) == 3 and all(x.data_ptr() == inputs[1].data_ptr() for x in seen)
 
 
 @triton_is_here
@@ -1237,14 +1262,30 @@ def test_auto_takes_kernels_that_it_has_tried_out_wherever_it_is_called(pretend_
 
 
 @triton_is_here
+def test_the_trial_is_of_swaps_with_and_without_gates_and_gradients(pretend_gpu):
+    tried = set()
+    apply = kernels.DeltaRuleTriton.apply
+
+    def watched(q, k, v, beta, g, S):
+        assert (k != 0).sum(-1).max() == 2 and beta.min() == 2 and S.abs().min() > 0
+        tried.add((k.shape[1], g is not None, k.requires_grad and torch.is_grad_enabled()))
+        return apply(q, k, v, beta, g, S)
+    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", watched)
+    with torch.no_grad():
+        assert kernels.resolve_backend("auto", "cuda") == ("triton", "kernels for this GPU")
+    assert tried == set(itertools.product((1, 40), (False, True), (False, True)))
+
+
+@triton_is_here
 @pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler.\nSet CC"),
                                    MemoryError("out of resource: shared memory")])
 def test_auto_leaves_kernels_that_raise_and_says_why(pretend_gpu, error):
     def apply(*args):
         raise error
     pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", apply)
-    why = f"not triton: {type(error).__name__}: {str(error).splitlines()[0]}"
-    assert kernels.resolve_backend("auto", "cuda") == ("torch", why)
+    why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    with pytest.warns(match=f"takes its torch backend, not its kernels: {why}"):
+        assert kernels.resolve_backend("auto", "cuda") == ("torch", f"not triton: {why}")
     assert kernels.resolve_backend("triton", "cuda") == ("triton", "as asked")   # not tried: it raises later
 
 
@@ -1255,8 +1296,20 @@ def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, broken, name):
     """Even if only the state is, and only by a rounding to bf16."""
     apply = kernels.DeltaRuleTriton.apply
     pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda *args: broken(*apply(*args)))
-    backend, why = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
+    with pytest.warns(match=f"on this GPU, {name} is off by"):
+        backend, why = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
     assert backend == "torch" and why.startswith(f"not triton: on this GPU, {name} is off by")
+
+
+@triton_is_here
+def test_auto_leaves_kernels_with_a_wrong_gradient(pretend_gpu):
+    class Doubled(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, dx: 1.1 * dx)
+    apply = kernels.DeltaRuleTriton.apply
+    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda q, k, *rest: apply(q, Doubled.apply(k), *rest))
+    with pytest.warns(match="on this GPU, dk is off by"):
+        assert kernels.resolve_backend("auto", "cuda")[0] == "torch"
 
 
 @triton_is_here
