@@ -2069,7 +2069,7 @@ def test_every_task_trains_and_is_evaluated_again_from_its_folder(tmp_path, caps
 
 
 @pytest.mark.parametrize("flags", [
-    ["--stage-samples", 400, "--curriculum", "4x1 8x2"],                  # passed just where a checkpoint is
+    ["--stage-samples", 400, "--curriculum", "4x1 8x2", "--optimizer", "adamw"],   # passed at a checkpoint
     ["--advance", 0.25, "--curriculum", "3x1 4x1 8x2 8x4", "--cooldown", 480, "--dtype", "bf16"],
     ["--carry", 7, "--model", "deltanet+lstm", "--n-layer", 2]])          # 50 steps end within a trace
 def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, flags):
@@ -2085,8 +2085,24 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, f
     assert timeless(result_of(whole)) == timeless(result_of(halves))
     a, b = train.load_checkpoint(whole), train.load_checkpoint(halves)
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-    for i, moments in a["optimizer"]["state"].items():
-        assert all(torch.equal(x, b["optimizer"]["state"][i][key]) for key, x in moments.items())
+    assert len(a["optimizers"]) == (1 if "adamw" in flags else 2)
+    for one, other in zip(a["optimizers"], b["optimizers"], strict=True):
+        for i, moments in one["state"].items():
+            assert all(torch.equal(x, other["state"][i][key]) for key, x in moments.items())
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model):
+    lm = build(model, states="linear")
+    names = {p: name for name, p in lm.named_parameters()}
+    adamw, muon = ([names[p] for group in optimizer.param_groups for p in group["params"]]
+                   for optimizer in train.make_optimizers(Config(), lm))
+    assert sorted(adamw + muon) == sorted(names.values())
+    kinds = {re.sub(r"blocks\.\d\.", "", name) for name in muon}
+    mixers = {"mixer.qkv.weight", "mixer.out.weight", "mixer.rnn.weight_ih_l0", "mixer.rnn.weight_hh_l0"}
+    assert {"mlp.up.weight", "mlp.down.weight"} < kinds <= {"mlp.up.weight", "mlp.down.weight"} | mixers
+    [only_adamw] = train.make_optimizers(Config(optimizer="adamw"), lm)
+    assert len(only_adamw.param_groups[0]["params"]) == len(names)
 
 
 def test_a_stage_takes_its_samples_whatever_the_size_of_a_batch(tmp_path):

@@ -79,7 +79,8 @@ class Config:
     states: str = "auto"           # told to a linear, transformer or contrastive head, as text, or none
     state_weight: float = 1.0      # of the state head's loss (pfsa: it is told exact beliefs)
     state_layer: int = 0           # the state head reads after so many blocks; 0: after all of them
-    # the optimiser, AdamW
+    # the optimiser
+    optimizer: str = "muon"        # muon for the blocks' matrices and adamw for the rest, or adamw for all
     batch_size: int = 16           # traces a step; small, as the first stage takes many steps, not much data
     learning_rate: float = 6e-3    # its peak
     warmup: int = 320              # traces until the peak
@@ -105,6 +106,7 @@ HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config
 UNNAMED = ["model", "task", "device", "out"]      # not written as name=value into a folder's name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": GROUPS, "dtype": DTYPES,
+           "optimizer": ["muon", "adamw"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": ["auto", "cuda", "mps", "cpu"]}
 MAY_BE_ZERO = ["params", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown",
@@ -355,9 +357,10 @@ def write_atomically(path, write):
     os.replace(temporary, path)
 
 
-def save_checkpoint(path, cfg, task, model, optimizer, at):
+def save_checkpoint(path, cfg, task, model, optimizers, at):
     checkpoint = {"format": FORMAT, "config": asdict(cfg), "lexemes": list(task.tokenizer.lexemes),
-                  "progress": at.saved(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                  "progress": at.saved(), "model": model.state_dict(),
+                  "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
     write_atomically(path, lambda file: torch.save(checkpoint, file))
 
 
@@ -533,15 +536,29 @@ def ctrl_c():
         signal.signal(signal.SIGINT, before)
 
 
+def make_optimizers(cfg, model):
+    """-> AdamW, and Muon (torch.optim.Muon's docs) for the matrices within blocks: it makes all singular values
+    of a step about equal. Its step is scaled to be as large as AdamW's, so one learning rate serves both."""
+    matrices, rest = [], []
+    for name, p in model.named_parameters():
+        is_matrix = "blocks." in name and p.ndim == 2 and not re.search("conv|to_beta|to_gate", name)
+        (matrices if is_matrix and cfg.optimizer == "muon" else rest).append(p)
+    optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
 def train(cfg, task, stages, model, folder, saved=None):
     """Train, from the start or from the checkpoint `saved`; write ckpt.pt and metrics.csv into `folder`.
     -> Progress, and why it ended: "done", "interrupted" or "nan"."""
     device, target = next(model.parameters()).device, eval_stages(cfg, task, stages)[0]
     at = Progress(cfg, task, stages)                                  # where the run is
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0)
+    optimizers = make_optimizers(cfg, model)
     if saved:
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
         vars(at).update(saved["progress"])
     file, rows = open_metrics(folder / "metrics.csv", at.step)
     weights = {"next": 1, "reveal": cfg.reveal_weight, "state": cfg.state_weight}
@@ -549,7 +566,7 @@ def train(cfg, task, stages, model, folder, saved=None):
 
     def save():
         file.flush()
-        save_checkpoint(folder / "ckpt.pt", cfg, task, model, optimizer, at)
+        save_checkpoint(folder / "ckpt.pt", cfg, task, model, optimizers, at)
 
     save()
     bar = tqdm(total=at.end, initial=at.samples, unit=" traces", disable=None)
@@ -559,8 +576,9 @@ def train(cfg, task, stages, model, folder, saved=None):
                 why = "interrupted"
                 break
             lr = at.learning_rate()
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
 
             began = time.perf_counter()
             batches = batches or stream(cfg, task, at, device)
@@ -571,13 +589,14 @@ def train(cfg, task, stages, model, folder, saved=None):
             with autocast(cfg, device):
                 terms, right, state = losses(task, model, batch, state)
             loss = sum(weights[name] * term for name, term in terms.items())
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if not math.isfinite(loss.item() + norm.item()):          # before the step: weights are good
                 why = "nan"
                 break
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
 
             stage, accuracy = at.stage, right.float().mean().item()      # nan: nothing was asked
             at.step += 1
