@@ -13,7 +13,8 @@ The models: one language model, ten ways to mix time, each an equation you know.
   lstm, gru, rnn    torch's own, nonlinear in the state
 
 The first six read o_t = S_t^T q_t and differ in few lines. With beta_max = 2 the eigenvalue 1 - beta_t
-reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers.
+reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. All have a
+short convolution in front: on q, k, v, or on the input of lstm, gru and rnn. conv=0 leaves it out.
 
 All have one signature, forward(x, state) -> (y, state): the whole sequence in training, one token in
 decoding, one segment after another in a long evaluation. state=None is the start.
@@ -39,12 +40,12 @@ RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depen
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The linear RNNs: each changes a few lines of the one that it inherits from
+# The short convolution that every mixer has in front
 
 class ShortConv(nn.Module):
     """Causal convolution over `width` tokens, each channel by itself. State: the last width - 1 inputs."""
 
-    def __init__(self, channels, width=4):
+    def __init__(self, channels, width):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, channels))
 
@@ -57,6 +58,20 @@ class ShortConv(nn.Module):
         y = sum(w * x[:, i:i + T] for i, w in enumerate(weight))        # (B, T, channels)
         return y, x[:, T:]
 
+
+class NoConv(nn.Module):
+    """In its place if its width is 0."""
+
+    def forward(self, x, state=None):
+        return x, ()
+
+
+def short_conv(channels, width):
+    return ShortConv(channels, width) if width else NoConv()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The linear RNNs: each changes a few lines of the one that it inherits from
 
 class LinearAttention(nn.Module):
     """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
@@ -72,7 +87,7 @@ class LinearAttention(nn.Module):
         self.beta_max = cfg.beta_max
         width = (1 + 2 * self.steps) * D
         self.qkv = nn.Linear(D, width, bias=False)
-        self.conv = ShortConv(width)
+        self.conv = short_conv(width, cfg.conv)
         self.norm = RMSNorm(self.head_dim)
         self.out = nn.Linear(D, D, bias=False)
 
@@ -171,37 +186,45 @@ def rotate(x, start):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention with rotary positions. State: keys and values so far, (B, H, T, K) each."""
+    """Causal softmax attention with rotary positions, and Primer's convolution (2109.08668).
+    State: the convolution's; keys and values so far, (B, H, T, K) each."""
 
     def __init__(self, cfg):
         super().__init__()
         self.n_head = cfg.n_head
         self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
+        self.conv = short_conv(3 * cfg.d_model, cfg.conv)
         self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
 
     def forward(self, x, state=None):
-        qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))
+        conv_state, *past = state or (None,)
+        qkv, conv_state = self.conv(self.qkv(x), conv_state)
+        qkv = qkv.unflatten(-1, (3, self.n_head, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, H, T, K) each
-        past = state[0].shape[2] if state else 0
-        q, k = rotate(q, past), rotate(k, past)
-        if state:
-            k = torch.cat([state[0], k], 2)
-            v = torch.cat([state[1], v], 2)
+        start = past[0].shape[2] if past else 0
+        q, k = rotate(q, start), rotate(k, start)
+        if past:
+            k = torch.cat([past[0], k], 2)
+            v = torch.cat([past[1], v], 2)
         mask = causal_lower_right(q.shape[2], k.shape[2])               # the last query sees all keys
         o = F.scaled_dot_product_attention(q, k, v, mask)
         y = self.out(o.transpose(1, 2).flatten(2))
-        return y, (k, v)
+        return y, (conv_state, k, v)
 
 
 class Recurrent(nn.Module):
-    """torch's LSTM, GRU or tanh RNN of width D. State: what torch returns."""
+    """torch's LSTM, GRU or tanh RNN of width D. State: (the convolution's, what torch returns)."""
 
     def __init__(self, cfg, kind):
         super().__init__()
+        self.conv = short_conv(cfg.d_model, cfg.conv)
         self.rnn = kind(cfg.d_model, cfg.d_model, batch_first=True)
 
     def forward(self, x, state=None):
-        return self.rnn(x, state)
+        conv_state, rnn_state = state or (None, None)
+        x, conv_state = self.conv(x, conv_state)
+        y, rnn_state = self.rnn(x, rnn_state)
+        return y, (conv_state, rnn_state)
 
 
 MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y, state)
@@ -253,7 +276,7 @@ class Block(nn.Module):
 class LM(nn.Module):
     """`forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is a
     state head (below), used by its loss only; n_slots and n_classes are for the linear one. cfg has model,
-    d_model, d_mlp, n_layer, n_head, beta_max, n_householder, states and state_layer, as in train.py."""
+    d_model, d_mlp, n_layer, n_head, conv, beta_max, n_householder, states and state_layer, as in train.py."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
@@ -357,6 +380,7 @@ class TransformerHead(nn.Module):
 
     def __init__(self, cfg, vocab_size):
         super().__init__()
+        cfg = SimpleNamespace(**{**vars(cfg), "conv": 0})
         self.embed = nn.Embedding(vocab_size, cfg.d_model)
         self.blocks = nn.ModuleList(Block(cfg, "transformer") for _ in range(2))
         self.norm = RMSNorm(cfg.d_model)
@@ -418,7 +442,7 @@ def by_hand(task, places=2):
         raise ValueError("by_hand needs a data.Repl with moves='swap'")
     n, D = task.n_vars, 32
     near, far = 2.0 ** -30, 2.0 ** 10                                   # SiLU(x) is x / 2 for such a small x
-    cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, beta_max=2.0,
+    cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=4, beta_max=2.0,
                           states="none", state_layer=0)
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
     for parameter, p in lm.named_parameters():
@@ -478,7 +502,7 @@ def in_pieces(model, tokens, length):
 
 @torch.no_grad()
 def main():
-    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, beta_max=2.0, n_householder=2,
+    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, conv=4, beta_max=2.0, n_householder=2,
                           states="none", state_layer=0)
     torch.manual_seed(0)
     tokens = torch.randint(256, (1, 60))

@@ -1621,7 +1621,7 @@ HEADS = ["linear", "transformer", "contrastive"]
 
 
 def small(model, **changes):
-    cfg = SimpleNamespace(model=model, d_model=32, d_mlp=32, n_layer=2, n_head=2, beta_max=2.0,
+    cfg = SimpleNamespace(model=model, d_model=32, d_mlp=32, n_layer=2, n_head=2, conv=4, beta_max=2.0,
                           n_householder=3, states="none", state_layer=0)
     vars(cfg).update(changes)
     return cfg
@@ -1659,11 +1659,21 @@ def test_nothing_sees_the_future_and_everything_sees_the_past(model):
 
 
 def test_the_short_convolution_is_torchs_with_the_state_before_it():
-    conv, x = models.ShortConv(3), torch.randn(2, 9, 3)
+    conv, x = models.ShortConv(3, 4), torch.randn(2, 9, 3)
     torch.nn.init.normal_(conv.weight)
     y, state = conv(x)
     torch.testing.assert_close(y, F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=3).mT)
     assert torch.equal(state, x[:, -3:])
+
+
+@pytest.mark.parametrize("model", models.MIXERS)
+def test_every_mixer_has_a_short_convolution_and_conv_0_has_none(model):
+    names = [name for name, _ in build(model).named_parameters() if "conv" in name]
+    assert names == ["blocks.0.mixer.conv.weight", "blocks.1.mixer.conv.weight"]
+    bare, tokens = build(model, conv=0), torch.randint(262, (2, 30))
+    assert not [name for name, _ in bare.named_parameters() if "conv" in name]
+    with torch.no_grad():
+        assert (models.in_pieces(bare, tokens, 7) - bare(tokens)[0]).abs().max() < 1e-4
 
 
 def transitions(model, beta_max):
@@ -1727,7 +1737,7 @@ def test_a_plus_alternates_mixers():
 
 def test_p2s_transformer_has_as_many_parameters_as_published():
     with torch.device("meta"):
-        lm = models.LM(small("transformer", d_model=512, d_mlp=768, n_layer=6, n_head=8), 259)
+        lm = models.LM(small("transformer", d_model=512, d_mlp=768, n_layer=6, n_head=8, conv=0), 259)
     assert sum(p.numel() for p in lm.parameters()) == 13_641_216
 
 

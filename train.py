@@ -72,6 +72,7 @@ class Config:
     params: int = 0                # not 0: choose the MLP's width so that there are about as many parameters
     n_layer: int = 1               # blocks; swaps need one, as the convolution already sees both names
     n_head: int = 1                # heads of width d_model / n_head; one learns in fewer steps than four
+    conv: int = 4                  # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
     n_householder: int = 2         # deltaproduct: reflections a token
     # the loss
@@ -109,7 +110,7 @@ CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": GROUPS, "dtype": D
            "optimizer": ["muon", "adamw"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": ["auto", "cuda", "mps", "cpu"]}
-MAY_BE_ZERO = ["params", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown",
+MAY_BE_ZERO = ["params", "conv", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown",
                "stage_samples", "until", "seed"]
 FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]   # --eval may change them
 SEGMENT = 2048                        # tokens evaluated at once; the state is carried to the next segment
