@@ -2115,6 +2115,15 @@ def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model
     assert len(only_adamw.param_groups[0]["params"]) == len(names)
 
 
+def test_state_size_counts_the_convolution_and_the_cache():
+    task, D = Repl(5), 32
+    tokens = task.batch(0, "test", Stage(4), 0, 1).tokens.size
+    sizes = {"lstm": 3 * D + 2 * D, "deltanet": 9 * D + D * D // 2, "transformer": 9 * D + 2 * D * tokens}
+    for model, size in sizes.items():
+        lm = models.LM(small(model), len(task.tokenizer))                 # two layers, two heads
+        assert train.state_size(lm, task, Stage(4)) == 2 * size
+
+
 def test_a_stage_takes_its_samples_whatever_the_size_of_a_batch(tmp_path):
     go(tmp_path, "--stage-samples", 100, "--curriculum", "3x1 4x1 4x2", "--max-samples", 300)
     passed = result_of(only(tmp_path))["passed"]

@@ -50,7 +50,7 @@ from tqdm import tqdm
 import data
 from data import GROUPS, PAD, Batch, Stage, Tokenizer, parse_stages
 from kernels import resolve_backend
-from models import LM, MIXERS
+from models import LM, MIXERS, tensors
 from pfsa import Hidden, compare
 
 TASKS = {**data.TASKS, "pfsa": Hidden}
@@ -287,6 +287,14 @@ def losses(task, model, batch, state=None):
 
 # ----------------------------------------------------------------------------------------------------------
 # Evaluation
+
+@torch.no_grad()
+def state_size(model, task, stage):
+    """Numbers that a model hands on from token to token, at the end of a trace: an attention's cache grows."""
+    tokens = torch.as_tensor(task.batch(0, "test", stage, 0, 1).tokens)
+    _, _, state = model(tokens.to(next(model.parameters()).device))
+    return sum(x.numel() for x in tensors(state))
+
 
 @torch.no_grad()
 def read(model, task, stage, cfg, split, places):
@@ -655,6 +663,7 @@ def run(cfg, saved):
     if why != "done":
         return None, why
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model),
+              "state_size": state_size(model, task, stages[-1]),
               "samples": at.samples, "steps": at.step, "seconds": at.seconds, "data_seconds": at.data_seconds,
               "stage_reached": str(at.stage), "passed": at.passed, "held_out": at.held_out, "until": at.until,
               "eval": [], "torch": torch.__version__, "threads": torch.get_num_threads(),
