@@ -55,7 +55,7 @@ class ShortConv(nn.Module):
         if state is None:
             state = x.new_zeros(B, len(weight) - 1, channels)
         x = torch.cat([state, x], 1)                                    # (B, width - 1 + T, channels)
-        y = sum(w * x[:, i:i + T] for i, w in enumerate(weight))        # (B, T, channels)
+        y = F.conv1d(x.mT, weight.T[:, None], groups=channels).mT       # (B, T, channels)
         return y, x[:, T:]
 
 
