@@ -473,7 +473,7 @@ class DeltaRuleTriton(torch.autograd.Function):
 
 BACKENDS = ("loop", "torch", "triton")
 TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-5,          # of `errors`, up to 100 steps; ten times
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5,          # of `errors`, up to 100 steps; ten times
              torch.bfloat16: 3e-2, torch.float16: 1e-3}          # that after 1,000
 
 
@@ -505,7 +505,7 @@ def first_error(device, dtype, K, V):
         with torch.no_grad():                                            # without them it is another build
             found += zip(TENSORS, errors(delta_rule(*inputs, backend="triton"), truth))
         for name, error in found:
-            if not error <= tolerance(name, dtype, T):
+            if not error <= tolerance("transpositions", name, dtype, T):
                 return f"on this GPU, {name} is off by {error:.0e}"
     return None
 
@@ -666,9 +666,11 @@ def errors(tensors, truth):
     return [((a.double() - b).norm() / max(b.norm(), 1e-6 * largest)).item() for a, b in zip(tensors, truth)]
 
 
-def tolerance(name, dtype, T):
-    """Of the error of a tensor after T steps. The state is fp32 whatever the inputs are rounded to."""
-    return TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
+def tolerance(kind, name, dtype, T):
+    """Of the error of a tensor after T steps. The state is fp32 whatever the inputs are rounded to. Equal and
+    nearly equal keys (beta is 2) lose more, and the more the longer the chunks."""
+    limit = TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
+    return max(limit, 4e-4) if kind in SPREAD and dtype != torch.float64 else limit
 
 
 def with_gradients(inputs, backend, **options):
@@ -698,7 +700,7 @@ def check(device, backend, dtype, K=16, V=16, lengths=(1, 2, 15, 16, 17, 100, 10
         found = compare(example(kind, 1, T, 2, K, V, gate, dtype, device), backend)
         for name, error in found.items():
             worst[name] = max(worst[name], error)
-            if not error <= tolerance(name, dtype, T):
+            if not error <= tolerance(kind, name, dtype, T):
                 sys.exit(f"kernels.py: {backend} {dtype}, {kind} keys, T {T}: {name} is off by {error:.0e}")
     print(f"{f'{backend} {dtype} {K}, {V}':30s}" + "".join(f"{error:9.0e}" for error in worst.values()))
 

@@ -980,7 +980,7 @@ def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_stat
     if not with_state:
         inputs[5] = None
     found = compare(inputs, backend, **options)
-    beyond = {name: x for name, x in found.items() if not x <= kernels.tolerance(name, dtype, T)}
+    beyond = {name: x for name, x in found.items() if not x <= kernels.tolerance(kind, name, dtype, T)}
     assert not beyond, (kind, T, gate, K, V, beyond)
 
 
