@@ -2057,8 +2057,8 @@ def test_a_tiny_model_learns_three_variables(tmp_path):
                    "--eval-every", 100, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = result_of(only(tmp_path))
-    keys = "model task seed params samples steps seconds data_seconds passed stage_reached until held_out"
-    assert set(result) == {*keys.split(), "eval", "torch", "threads", "config"}
+    keys = "model task seed params state_size samples steps seconds data_seconds passed stage_reached until"
+    assert set(result) == {*keys.split(), "held_out", "eval", "torch", "threads", "config"}
     assert min(row["accuracy"] for row in result["eval"]) >= 0.98, result["eval"]
     assert [passed["stage"] for passed in result["passed"]] == ["4x1", "8x1"] and result["until"] is None
     assert set(result["passed"][0]) >= {"stage", "samples", "steps", "seconds"}
@@ -2417,7 +2417,7 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, capsys):
 
 
 def test_every_setting_has_its_reason(capsys):
-    assert list(train.HELP) == [f.name for f in fields(Config)] and len(train.HELP) <= 35
+    assert list(train.HELP) == [f.name for f in fields(Config)] and len(train.HELP) <= 36
     assert all(len(reason) > 3 for reason in train.HELP.values())
     with pytest.raises(SystemExit):
         train.main(["--help"])
