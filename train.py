@@ -290,7 +290,7 @@ def losses(task, model, batch, state=None):
 
 @torch.no_grad()
 def state_size(model, task, stage):
-    """Numbers that a model hands on from token to token, at the end of a trace: an attention's cache grows."""
+    """Numbers that a model hands on from token to token, at a trace's end (an attention's cache grows)."""
     tokens = torch.as_tensor(task.batch(0, "test", stage, 0, 1).tokens)
     _, _, state = model(tokens.to(next(model.parameters()).device))
     return sum(x.numel() for x in tensors(state))
@@ -546,8 +546,8 @@ def ctrl_c():
 
 
 def make_optimizers(cfg, model):
-    """-> AdamW, and Muon (torch.optim.Muon's docs) for the matrices within blocks: it makes all singular values
-    of a step about equal. Its step is scaled to be as large as AdamW's, so one learning rate serves both."""
+    """-> [AdamW, Muon]. Muon (torch.optim.Muon) has the matrices within blocks: it makes all singular values
+    of a step about equal, and scales it to be as large as AdamW's, so one learning rate serves both."""
     matrices, rest = [], []
     for name, p in model.named_parameters():
         is_matrix = "blocks." in name and p.ndim == 2 and not re.search("conv|to_beta|to_gate", name)
