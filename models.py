@@ -1,7 +1,7 @@
 """
 The models: one language model, ten ways to mix time, each an equation you know.
 
-    x = embed(tokens);   x = x + mixer(norm(x)), x = x + mlp(norm(x)) in each block;   logits = head(norm(x))
+    x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  logits = head(norm(x))
 
   linear_attention  S_t = S_{t-1} + k_t v_t^T
   deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         |k_t| = 1, beta < beta_max
@@ -13,8 +13,8 @@ The models: one language model, ten ways to mix time, each an equation you know.
   lstm, gru, rnn    torch's own, nonlinear in the state
 
 The first six read o_t = S_t^T q_t and differ in few lines. With beta_max = 2 the eigenvalue 1 - beta_t
-reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. All have a
-short convolution in front: on q, k, v, or on the input of lstm, gru and rnn. conv=0 leaves it out.
+reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. In front
+of every mixer is the same short convolution; conv=0 leaves it out.
 
 All have one signature, forward(x, state) -> (y, state): the whole sequence in training, one token in
 decoding, one segment after another in a long evaluation. state=None is the start.
@@ -40,34 +40,26 @@ RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depen
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The short convolution that every mixer has in front
+# The short convolution in front of every mixer
 
 class ShortConv(nn.Module):
-    """Causal convolution over `width` tokens, each channel by itself. State: the last width - 1 inputs."""
+    """x plus a causal convolution of it over `width` tokens, each channel by itself; width 0: x. The Canon layer
+    of Allen-Zhu (2512.17351). State: the last width - 1 inputs."""
 
     def __init__(self, channels, width):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, channels))
 
     def forward(self, x, state=None):
+        if not len(self.weight):
+            return x, ()
         B, T, channels = x.shape
-        weight = self.weight.to(x.dtype)
         if state is None:
-            state = x.new_zeros(B, len(weight) - 1, channels)
-        x = torch.cat([state, x], 1)                                    # (B, width - 1 + T, channels)
-        y = F.conv1d(x.mT, weight.T[:, None], groups=channels).mT       # (B, T, channels)
-        return y, x[:, T:]
-
-
-class NoConv(nn.Module):
-    """In its place if its width is 0."""
-
-    def forward(self, x, state=None):
-        return x, ()
-
-
-def short_conv(channels, width):
-    return ShortConv(channels, width) if width else NoConv()
+            state = x.new_zeros(B, len(self.weight) - 1, channels)
+        seen = torch.cat([state, x], 1)                                 # (B, width - 1 + T, channels)
+        weight = self.weight.T[:, None].to(x.dtype)                     # (channels, 1, width)
+        y = F.conv1d(seen.mT, weight, groups=channels).mT               # (B, T, channels)
+        return x + y, seen[:, T:]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -76,8 +68,8 @@ def short_conv(channels, width):
 class LinearAttention(nn.Module):
     """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
 
-    Also the frame of the next five: q, k, v from a projection, a short convolution and SiLU; q and k of unit
-    length; a scan; a norm on its output. State: (the convolution's, the scan's (B, H, K, V) in fp32)."""
+    Also the frame of the next five: q, k, v from a projection and SiLU; q and k of unit length; a scan; a norm
+    on its output. State: the scan's, (B, H, K, V) in fp32."""
     steps = 1                                                           # keys and values per token
 
     def __init__(self, cfg):
@@ -85,29 +77,25 @@ class LinearAttention(nn.Module):
         D = cfg.d_model
         self.n_head, self.head_dim = cfg.n_head, D // cfg.n_head
         self.beta_max = cfg.beta_max
-        width = (1 + 2 * self.steps) * D
-        self.qkv = nn.Linear(D, width, bias=False)
-        self.conv = short_conv(width, cfg.conv)
+        self.qkv = nn.Linear(D, (1 + 2 * self.steps) * D, bias=False)
         self.norm = RMSNorm(self.head_dim)
         self.out = nn.Linear(D, D, bias=False)
 
-    def project(self, x, conv_state=None):
-        """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K), and the convolution's state."""
-        y, conv_state = self.conv(self.qkv(x), conv_state)
-        y = F.silu(y).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
+    def project(self, x):
+        """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
+        y = F.silu(self.qkv(x)).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
         q, k, v = y.split((1, self.steps, self.steps), 2)
         q = F.normalize(q.flatten(1, 2), dim=-1).to(y.dtype)            # autocast would leave it in fp32
         k = F.normalize(k.flatten(1, 2), dim=-1).to(y.dtype)
-        return q, k, v.flatten(1, 2), conv_state
+        return q, k, v.flatten(1, 2)
 
     def scan(self, x, q, k, v, S):
         return decay_scan(q, k, v, state=S)
 
     def forward(self, x, state=None):
-        conv_state, S = state or (None, None)
-        q, k, v, conv_state = self.project(x, conv_state)
-        o, S = self.scan(x, q, k, v, S)
-        return self.out(self.norm(o).flatten(2)), (conv_state, S)
+        q, k, v = self.project(x)
+        o, state = self.scan(x, q, k, v, state)
+        return self.out(self.norm(o).flatten(2)), state
 
 
 class DeltaNet(LinearAttention):
@@ -186,45 +174,37 @@ def rotate(x, start):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention with rotary positions, and Primer's convolution (2109.08668).
-    State: the convolution's; keys and values so far, (B, H, T, K) each."""
+    """Causal softmax attention with rotary positions. State: keys and values so far, (B, H, T, K) each."""
 
     def __init__(self, cfg):
         super().__init__()
         self.n_head = cfg.n_head
         self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
-        self.conv = short_conv(3 * cfg.d_model, cfg.conv)
         self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
 
     def forward(self, x, state=None):
-        conv_state, *past = state or (None,)
-        qkv, conv_state = self.conv(self.qkv(x), conv_state)
-        qkv = qkv.unflatten(-1, (3, self.n_head, -1))
+        qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, H, T, K) each
-        start = past[0].shape[2] if past else 0
-        q, k = rotate(q, start), rotate(k, start)
-        if past:
-            k = torch.cat([past[0], k], 2)
-            v = torch.cat([past[1], v], 2)
+        past = state[0].shape[2] if state else 0
+        q, k = rotate(q, past), rotate(k, past)
+        if state:
+            k = torch.cat([state[0], k], 2)
+            v = torch.cat([state[1], v], 2)
         mask = causal_lower_right(q.shape[2], k.shape[2])               # the last query sees all keys
         o = F.scaled_dot_product_attention(q, k, v, mask)
         y = self.out(o.transpose(1, 2).flatten(2))
-        return y, (conv_state, k, v)
+        return y, (k, v)
 
 
 class Recurrent(nn.Module):
-    """torch's LSTM, GRU or tanh RNN of width D. State: (the convolution's, what torch returns)."""
+    """torch's LSTM, GRU or tanh RNN of width D. State: what torch returns."""
 
     def __init__(self, cfg, kind):
         super().__init__()
-        self.conv = short_conv(cfg.d_model, cfg.conv)
         self.rnn = kind(cfg.d_model, cfg.d_model, batch_first=True)
 
     def forward(self, x, state=None):
-        conv_state, rnn_state = state or (None, None)
-        x, conv_state = self.conv(x, conv_state)
-        y, rnn_state = self.rnn(x, rnn_state)
-        return y, (conv_state, rnn_state)
+        return self.rnn(x, state)
 
 
 MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y, state)
@@ -258,19 +238,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x = x + mixer(norm(x)), x = x + mlp(norm(x)). State: the mixer's."""
+    """x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)). State: (the convolution's, the mixer's)."""
 
     def __init__(self, cfg, mixer):
         super().__init__()
         self.norm1 = RMSNorm(cfg.d_model)
+        self.conv = ShortConv(cfg.d_model, cfg.conv)
         self.mixer = MIXERS[mixer](cfg)
         self.norm2 = RMSNorm(cfg.d_model)
         self.mlp = MLP(cfg)
 
     def forward(self, x, state=None):
-        y, state = self.mixer(self.norm1(x), state)
+        conv_state, mixer_state = state or (None, None)
+        y, conv_state = self.conv(self.norm1(x), conv_state)
+        y, mixer_state = self.mixer(y, mixer_state)
         x = x + y
-        return x + self.mlp(self.norm2(x)), state
+        return x + self.mlp(self.norm2(x)), (conv_state, mixer_state)
 
 
 class LM(nn.Module):
@@ -331,7 +314,7 @@ def init_weights(model):
         elif name.endswith("to_gate.bias"):
             nn.init.constant_(p, 4)
         elif name.endswith("conv.weight"):
-            bound = len(p) ** -0.5
+            bound = max(1, len(p)) ** -0.5
             nn.init.uniform_(p, -bound, bound)
         elif name.startswith("embed"):
             nn.init.normal_(p)
@@ -440,42 +423,41 @@ def by_hand(task, places=2):
     exactly, unlike 1/sqrt(2). With one row (places=1) each swap rounds, and the errors add up."""
     if getattr(task, "moves", None) != "swap":
         raise ValueError("by_hand needs a data.Repl with moves='swap'")
-    n, D = task.n_vars, 32
+    n, D = task.n_vars, 64
     near, far = 2.0 ** -30, 2.0 ** 10                                   # SiLU(x) is x / 2 for such a small x
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=4, beta_max=2.0,
                           states="none", state_layer=0)
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
     for parameter, p in lm.named_parameters():
         p.fill_(1.0 if "norm" in parameter else 0.0)
-    mixer = lm.blocks[0].mixer
-    variable = torch.arange(n)
+    mixer, conv = lm.blocks[0].mixer, lm.blocks[0].conv.weight          # conv: three tokens ago, ..., now
 
     encode = task.tokenizer.encode
     names = [encode(name)[0] for name in task.names]
     digits = [encode(str(value))[0] for value in range(1, n + 1)]
     ends = [encode("\n")[0], encode(" = ")[0]]
-    # Each of these tokens has an entry of its own in an embedding; entry 0 is for all others.
-    name = 1 + variable
-    digit = 1 + n + variable
-    end = [D - 2, D - 1]
+    # The entries of an embedding: a name has three, as each entry has a convolution of its own.
+    before, key, name, digit = 1 + torch.arange(4 * n).view(4, n)
+    end, other = [D - 2, D - 1], 0
     embed, one_hot = lm.embed.weight, torch.eye(D)
-    embed[:] = one_hot[0]                                               # any other token
-    embed[names] = one_hot[name]
+    embed[:] = one_hot[other]
+    embed[ends] = one_hot[other] + one_hot[end]
+    embed[names] = one_hot[before] + one_hot[key] + one_hot[name]
     embed[digits] = one_hot[digit]
-    embed[ends] = one_hot[end]
 
+    conv[3, before] = -1                                                # not the token itself,
+    conv[2, before] = 1                                                 # but the one before it
+    for entries in (key, end):
+        conv[:2, entries] = -1                                          # itself minus three ago and two ago
     q, k, v = mixer.qkv.weight.split(D)                                 # (D, D) each: output, input
     for row in range(n * places):
-        own = name[row % n]
-        q[row, own] = k[row, own] = near
+        q[row, before[row % n]] = near                                  # the name before a printed value
+        k[row, key[row % n]] = near
         k[row, end] = far
+    variable = torch.arange(n)
     v[variable, digit] = 1
-    q, k, v = mixer.conv.weight.split(D, 1)                             # (4, D): three tokens ago, ..., now
-    q[2] = v[3] = k[3] = 1                                              # q: the name before a printed value
-    k[:2] = -1                                                          # minus three ago and two ago
-    mixer.to_beta.weight[:] = -far                                      # beta is 0,
-    mixer.to_beta.weight[0, name] = far                                 # 2 at a name,
-    mixer.to_beta.weight[0, digit] = 0                                  # and 1 at a digit
+    mixer.to_beta.weight[0, name] = far                                 # beta is 2 at a name,
+    mixer.to_beta.weight[0, other] = -far                               # 0 at others, and 1 at a digit
     mixer.out.weight[digit, variable] = -1                              # the value was written to key -e_a
     lm.head.weight[digits, digit] = 8
     return lm

@@ -405,8 +405,9 @@ def measure_heads(args, traces=32):
     for layer, block in enumerate(model.blocks, 1):
         mixer = block.mixer
         beta = mixer.beta
-        betas = beta(block.norm1(x))                        # (B, T, H)
-        _, keys, _, _ = mixer.project(block.norm1(x))       # (B, T, H, K)
+        seen, _ = block.conv(block.norm1(x))
+        betas = beta(seen)                                  # (B, T, H)
+        _, keys, _ = mixer.project(seen)                    # (B, T, H, K)
         for head in range(mixer.n_head):
             half = torch.ones(mixer.n_head)
             half[head] = 0.5

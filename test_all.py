@@ -1658,20 +1658,22 @@ def test_nothing_sees_the_future_and_everything_sees_the_past(model):
     assert ((before[:, 20:24] - after[:, 20:24]).abs().amax(-1) > 1e-4).all()  # rnn and ssm start forgetful
 
 
-def test_the_short_convolution_is_torchs_with_the_state_before_it():
+def test_the_short_convolution_is_a_sum_over_the_last_tokens():
     conv, x = models.ShortConv(3, 4), torch.randn(2, 9, 3)
     torch.nn.init.normal_(conv.weight)
     y, state = conv(x)
-    torch.testing.assert_close(y, F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=3).mT)
+    past = F.pad(x, (0, 0, 3, 0))                                         # (2, 12, 3)
+    want = x + sum(conv.weight[i] * past[:, i:i + 9] for i in range(4))
+    torch.testing.assert_close(y, want)
     assert torch.equal(state, x[:, -3:])
 
 
 @pytest.mark.parametrize("model", models.MIXERS)
 def test_every_mixer_has_a_short_convolution_and_conv_0_has_none(model):
     names = [name for name, _ in build(model).named_parameters() if "conv" in name]
-    assert names == ["blocks.0.mixer.conv.weight", "blocks.1.mixer.conv.weight"]
+    assert names == ["blocks.0.conv.weight", "blocks.1.conv.weight"]
     bare, tokens = build(model, conv=0), torch.randint(262, (2, 30))
-    assert not [name for name, _ in bare.named_parameters() if "conv" in name]
+    assert not sum(p.numel() for name, p in bare.named_parameters() if "conv" in name)
     with torch.no_grad():
         assert (models.in_pieces(bare, tokens, 7) - bare(tokens)[0]).abs().max() < 1e-4
 
@@ -1684,10 +1686,9 @@ def transitions(model, beta_max):
         torch.nn.init.normal_(mixer.to_beta.weight, std=5)
     if hasattr(mixer, "to_gate"):
         torch.nn.init.constant_(mixer.to_gate.bias, 10)
-    torch.nn.init.normal_(mixer.conv.weight)
     x = torch.randn(300, 1, 32)                                           # 300 sequences of one token
     with torch.no_grad():
-        q, k, v, _ = mixer.project(x)
+        q, k, v = mixer.project(x)
         _, S = mixer.scan(x, q, k, 0 * v, torch.eye(32).expand(300, 1, 32, 32))
     return S[:, 0].double()
 
@@ -2511,7 +2512,7 @@ def test_parameters_start_as_the_table_of_init_weights_says():
         assert p[name].std().item() == pytest.approx(std, rel=0.05), name
     assert not p["head.weight"].any() and not p["blocks.0.mixer.to_beta.bias"].any()
     assert (p["blocks.0.mixer.to_gate.bias"] == 4).all()
-    assert 0.45 < p["blocks.0.mixer.conv.weight"].abs().max() <= 0.5
+    assert 0.45 < p["blocks.0.conv.weight"].abs().max() <= 0.5
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -2854,7 +2855,8 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     betas = np.quantile(2 * names.numpy() + digits.numpy(), np.linspace(0, 1, 21))
     assert set(heads["1.1"]["betas"]) == {1} and np.allclose(heads["1.2"]["betas"], betas)
     block = lm.blocks[0]
-    keys = block.mixer.project(block.norm1(lm.embed(tokens)))[1][:, :, 0].flatten(0, 1).double().numpy()
+    seen, _ = block.conv(block.norm1(lm.embed(tokens)))
+    keys = block.mixer.project(seen)[1][:, :, 0].flatten(0, 1).double().numpy()
     energy = np.linalg.eigvalsh(np.cov(keys.T))[::-1]
     assert np.allclose(heads["1.1"]["keys"], energy.cumsum() / energy.sum(), atol=1e-4)
 
