@@ -800,7 +800,8 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path,
 
 def test_ctrl_c_leaves_whole_files(tmp_path):
     calls, out = write(tmp_path / "calls.jsonl", [HONEST] * 5000), tmp_path / "out.jsonl"
-    program = f"import sys, data; sys.exit(data.write_traces({str(calls)!r}, {str(out)!r}))"
+    program = ("import signal, sys, data; signal.signal(signal.SIGINT, signal.default_int_handler); "  # nohup's
+               f"sys.exit(data.write_traces({str(calls)!r}, {str(out)!r}))")                    # is to ignore it
     process = subprocess.Popen([sys.executable, "-c", program], cwd=os.path.dirname(data.__file__), text=True,
                                stdout=subprocess.PIPE)
     while not out.exists() or out.stat().st_size < 1000:
