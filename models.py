@@ -4,7 +4,7 @@ The models: one language model, ten ways to mix time, each an equation you know.
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
   linear_attention  S_t = S_{t-1} + k_t v_t^T
-  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         |k_t| = 1, beta in (0, beta_max)
+  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in (0, beta_max)
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
   kda               the same, g in (0, 1)^K: each row of the state has its own gate
   deltaproduct      n_householder delta steps per token
@@ -43,8 +43,8 @@ RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depen
 # The short convolution in front of every mixer
 
 class ShortConv(nn.Module):
-    """x plus a causal convolution of it over `width` tokens, each channel by itself; width 0: only x. It is the
-    Canon layer of Allen-Zhu (2512.17351). State: the last width - 1 inputs."""
+    """x plus a causal convolution of it over `width` tokens, each channel by itself; width 0: only x. It is
+    the Canon layer of Allen-Zhu (2512.17351). State: the last width - 1 inputs."""
 
     def __init__(self, channels, width):
         super().__init__()

@@ -2934,12 +2934,9 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     commands = readme_commands()
     assert {words[0] for words in commands} == set(mains)
     for name, *args in commands:
-        if "--max-samples" in args:
-            args[args.index("--max-samples") + 1] = "64"
-        if "--params" in args:
-            args[args.index("--params") + 1] = "20000"
-        if "--at" in args:
-            args[args.index("--at") + 1] = "16x4"
+        for flag, small in ("--max-samples", "64"), ("--params", "20000"), ("--at", "16x4"), ("--cooldown", "16"):
+            if flag in args:
+                args[args.index(flag) + 1] = small
         if args == ["--help"]:
             with pytest.raises(SystemExit):
                 mains[name](args)
