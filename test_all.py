@@ -1888,7 +1888,7 @@ def test_a_deltanet_written_by_hand_swaps_bit_for_bit(n_vars):
 def test_with_one_row_a_variable_every_swap_rounds_and_it_adds_up(commands):
     right, now, should = by_hand_against_python(5, 1, Stage(commands, commands))
     grown = (now - should).abs().max() / should.abs().max()
-    assert right == [True] and 1.6e-8 < grown / commands < 1.9e-8         # by 0.002 %, 0.17 %
+    assert right == [True] and 1.2e-8 < grown / commands < 1.5e-8         # by 0.0014 %, 0.13 %
 
 
 def test_by_hand_every_print_is_right_and_writes_again():
@@ -2120,7 +2120,7 @@ def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model
 def test_state_size_counts_the_convolution_and_the_cache():
     task, D = Repl(5), 32
     tokens = task.batch(0, "test", Stage(4), 0, 1).tokens.size
-    sizes = {"lstm": 3 * D + 2 * D, "deltanet": 9 * D + D * D // 2, "transformer": 9 * D + 2 * D * tokens}
+    sizes = {"lstm": 3 * D + 2 * D, "deltanet": 3 * D + D * D // 2, "transformer": 3 * D + 2 * D * tokens}
     for model, size in sizes.items():
         lm = models.LM(small(model), len(task.tokenizer))                 # two layers, two heads
         assert train.state_size(lm, task, Stage(4)) == 2 * size
@@ -2828,15 +2828,15 @@ def test_drift_reads_accuracy_and_sizes_after_8_16_32_commands_and_can_draw_them
 def one_of_two_heads():
     """by_hand's model as the second of two heads; what the first does, at random, nobody reads."""
     task = Repl(3)
-    lm = models.by_hand(task)                                             # it needs 6 of its 32 rows
-    mixer, beta = lm.blocks[0].mixer, torch.nn.Linear(32, 2).requires_grad_(False)
+    lm = models.by_hand(task)                                             # it needs 6 of its 64 rows
+    mixer, beta = lm.blocks[0].mixer, torch.nn.Linear(64, 2).requires_grad_(False)
     beta.weight[:] = mixer.to_beta.weight * torch.tensor([[0], [1]])
     beta.bias[:] = 0
-    mixer.n_head, mixer.head_dim, mixer.to_beta = 2, 16, beta
-    mixer.norm = torch.nn.RMSNorm(16).requires_grad_(False)
-    mixer.qkv.weight[:] = mixer.qkv.weight.unflatten(0, (3, 2, 16)).flip(1).flatten(0, 2)
-    mixer.qkv.weight.unflatten(0, (3, 2, 16))[:, 0].normal_()
-    mixer.out.weight[:] = mixer.out.weight.roll(16, 1)
+    mixer.n_head, mixer.head_dim, mixer.to_beta = 2, 32, beta
+    mixer.norm = torch.nn.RMSNorm(32).requires_grad_(False)
+    mixer.qkv.weight[:] = mixer.qkv.weight.unflatten(0, (3, 2, 32)).flip(1).flatten(0, 2)
+    mixer.qkv.weight.unflatten(0, (3, 2, 32))[:, 0].normal_()
+    mixer.out.weight[:] = mixer.out.weight.roll(32, 1)
     return task, lm
 
 
@@ -2904,7 +2904,7 @@ README = (HERE / "README.md").read_text()
 
 def readme_commands():
     """The words of each line in README's bash blocks that starts a file of this project."""
-    lines = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).splitlines()
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).replace("\\\n", "").splitlines()
     calls = [shlex.split(call, comments=True) for line in lines for call in line.split("&&")]
     return [call[1:] for call in calls if call and call[0] == "python" and call[1] != "-m"]
 
