@@ -2276,7 +2276,7 @@ def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
                    "--seed", "0,1,2", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(result_of(folder)["seed"] for folder in tmp_path.iterdir()) == [0, 1, 2]
-    assert sorted(re.findall("--- run .*", done.stdout)) == [f"--- run {i} of 3" for i in (1, 2, 3)]
+    assert sorted(re.findall(r"--- run \d of 3", done.stdout)) == [f"--- run {i} of 3" for i in (1, 2, 3)]
 
 
 def test_a_process_does_not_look_at_the_runs_of_others(tmp_path, monkeypatch):
@@ -2400,7 +2400,8 @@ def test_the_shell_sees_one_line_and_exit_code_2(line, tmp_path):
     name, *args = line.split()
     done = command(HERE / name, *args, cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith(f"{name}: error: ") and done.stderr.count("\n") == 1
+    ours = [line for line in done.stderr.splitlines() if "torch/utils" not in line]    # torch 2.9 may warn, too
+    assert len(ours) == 1 and ours[0].startswith(f"{name}: error: ")
 
 
 def test_broken_and_foreign_checkpoints_are_refused(tmp_path, capsys):
