@@ -328,19 +328,22 @@ def is_test(program):
 class Repl(Task):
     """REPL traces: n assignments, then L commands, and after every S-th a print of one random variable.
 
-    A command swaps two variables (moves="swap", each pair as likely), or permutes all of them ("perm", all
-    n! as likely; in a stage LxS:M, M random ones among themselves). P1 also prints once before the first
-    command; we do not. n_vars is 2 to 9, so that values are digits."""
+    A command permutes all variables (moves="perm", all n! as likely; in a stage LxS:M, M random ones among
+    themselves), or swaps two ("swap", each pair as likely). P1's curriculum is 8x1 16x2 32x4 64x8; ours
+    starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so that values
+    are digits."""
     prompt = ">>> "
-    curriculum = "8x1 16x2 32x4 64x8"                        # P1 section 4
+    curriculum = "2x1 4x2 16x2 32x4 64x8"
     settings = ("n_vars", "moves")
 
-    def __init__(self, n_vars=5, moves="swap", **others):
+    def __init__(self, n_vars=5, moves="perm", **others):
         if not 2 <= n_vars <= 9:
             raise ValueError(f"--n-vars {n_vars}: choose 2 to 9, as every value must be a single digit")
         self.n_vars, self.moves, self.names = n_vars, moves, LETTERS[:n_vars]
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
+        easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
+        self.curriculum = " ".join([*easier, self.curriculum])
         super().__init__(**others)
 
     def program(self, rng, stage, memory):
@@ -385,13 +388,13 @@ class Repl(Task):
         left, _, right = typed.partition("=")
         left = [name.strip() for name in left.split(",")]
         right = [name.strip() for name in right.split(",")]
-        if self.moves == "swap":
-            allowed = len(left) == 2 and left == right[::-1] and left[0] != left[1]
-        else:
-            allowed = left == list(self.names) and left == sorted(right)
-        if allowed and set(left) <= set(self.names):
-            takes = dict(sorted(zip(left, right)))        # b, a = a, b becomes a, b = b, a
-            return f"{', '.join(takes)} = {', '.join(takes.values())}"
+        takes = dict(zip(left, right))
+        if len(takes) == len(left) and sorted(left) == sorted(right) and takes.keys() <= set(self.names):
+            if self.moves == "perm":                      # a, b = b, a becomes a, b, c = b, a, c
+                takes = {name: takes.get(name, name) for name in self.names}
+            if self.moves == "perm" or len(left) == 2 and left != right:
+                takes = dict(sorted(takes.items()))       # b, a = a, b becomes a, b = b, a
+                return f"{', '.join(takes)} = {', '.join(takes.values())}"
         example = self.swaps[-1] if self.moves == "swap" else self.permutation(random.Random(0), "")
         raise ValueError(f"this model knows lines like {example} and print('a', a)")
 

@@ -2,6 +2,7 @@
 The figures, one function each, from what runs leave behind; and four looks inside a model.
 
     python plot.py curve out/deltanet-repl*                     accuracy while training
+    python plot.py headline out/deltanet-repl* --at 128x16      a state that swaps, and the next figure
     python plot.py positions out/deltanet-repl* --at 128x16     at each answer of a trace (P1 Fig. 4, left)
     python plot.py final out/deltanet-repl*                     at the last, by length and spacing (right)
     python plot.py scores out/deltanet-repl*                    a row a model, a column an evaluated stage
@@ -45,8 +46,8 @@ import torch.nn.functional as F
 
 import kernels
 import pfsa
-from data import parse_stages, run
-from models import DeltaNet
+from data import Repl, parse_stages, run
+from models import DeltaNet, by_hand
 from train import TASKS, evaluate, load_model
 
 plt.rcParams["figure.figsize"] = 7, 4
@@ -225,16 +226,25 @@ def curve(args):
 def positions(args):
     """Accuracy at the first, second, ... answer of a trace (P1 Fig. 4, left)."""
     figure, axes = plt.subplots()
+    draw_positions(axes, args)
+    return figure
+
+
+def draw_positions(axes, args):
+    """Over commands, on a logarithmic axis: each point is the mean of the answers since the point before."""
     [stage] = parse_stages(args.at)
     curves = nested()
     for name, result, row in evaluations(args):
         if row["stage"] == str(stage):
+            since = defaultdict(list)
             for i, right in enumerate(row["by_answer"], 1):
-                curves[name][i * stage.spacing].append(right)
+                since[2 ** math.ceil(math.log2(i * stage.spacing))].append(right)
+            for commands, right in since.items():
+                curves[name][commands].append(np.mean(right))
     lines(axes, curves)
-    return finish(axes, f"commands so far, a print after every {stage.spacing}th",
-                  "accuracy on held-out traces", "Which models keep track?",
-                  chance_of(result), trained(result).length)
+    doubling(axes, sorted({x for points in curves.values() for x in points}))
+    finish(axes, f"commands so far, a print after every {stage.spacing}th", "accuracy on held-out traces",
+           "Which models keep track?", chance_of(result), trained(result).length)
 
 
 def final(args):
@@ -368,6 +378,48 @@ def filters(args):
     right.plot(scaled[ok, 2, 2], "--", label=f"after Sinkhorn, which fails after {ok.sum()}")
     return finish(right, "times: maybe swap 2 and 3, print that 2 holds 2", "P(3 holds 3), exact: 1",
                   "P1 Figure 10")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The picture on top of the README
+
+@torch.no_grad()
+def states_by_hand(sources, beta):
+    """The state of models.by_hand after each line of these, (n, n) each: rows are variables, columns digits.
+    beta is what a swap gets; 2 reflects."""
+    task = Repl(moves="swap")
+    lm = by_hand(task)
+    if beta == 1:
+        lm.blocks[0].mixer.to_beta.weight.clamp_(max=0)     # nothing says 2 any more: sigmoid(0) * 2
+    state, found = None, []
+    for source in sources:
+        tokens = task.tokenizer.encode(f"{task.prompt}{source}\n")
+        _, _, state = lm(torch.tensor([tokens]), state)
+        [(_, S)] = state
+        found.append(S[0, 0, :task.n_vars, :task.n_vars].abs().numpy())
+    return found
+
+
+def headline(args):
+    """Left: what the state of models.by_hand holds while it reads swaps, with beta 2 and with beta 1. Right:
+    accuracy of trained models over the commands of a long trace."""
+    figure = plt.figure(figsize=(12, 4.5))
+    left, right = figure.subfigures(1, 2, width_ratios=[1.1, 1])
+    swaps = ["a, c = c, a", "b, e = e, b", "c, d = d, c"]
+    sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + swaps
+    titles = {2: "beta 2 reflects: two rows of the state exchange places",
+              1: "beta 1: both rows become their mean"}
+    for panel, (beta, title) in zip(left.subfigures(2, 1), titles.items()):
+        panel.suptitle(title, fontsize=11)
+        states = states_by_hand(sources, beta)[-4:]
+        for axes, S, command in zip(panel.subplots(1, 4, sharey=True), states, ["at first", *swaps]):
+            axes.imshow(S / states[0].max(), vmin=0, vmax=1.4, cmap="Blues")
+            axes.grid(False)
+            axes.set_xticks(range(5), range(1, 6))
+            axes.set_yticks(range(5), "abcde")
+            axes.set_title(command, fontsize=9)
+    draw_positions(right.subplots(), args)
+    return figure
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -645,7 +697,7 @@ def accuracy(args):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = [curve, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
+COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
             drift, heads, probe, automaton, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "contrast": "positions assets/positions.jsonl --hide learning_rate",

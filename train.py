@@ -1,7 +1,7 @@
 """
 Train a model on a task, watch it learn, and test it far beyond what it saw. Nothing is hidden in a library.
 
-    python train.py --model deltanet --task repl                   half a minute on two CPU cores
+    python train.py --model deltanet --task repl                   a minute on two CPU cores
     python train.py --model deltanet,transformer --seed 0,1,2      a grid: six runs; finished ones are skipped
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, on other stages
     python train.py --play out/deltanet-repl                       a trained model, and you type
@@ -62,7 +62,7 @@ class Config:
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
     task: str = "repl"             # repl, pfsa, group, parity, listperm, arith or trace: see data.py
     n_vars: int = 5                # repl, listperm, pfsa: how many variables; with five they form S5
-    moves: str = "swap"            # repl: a command is a swap of two variables, or a perm(utation) of all
+    moves: str = "perm"            # repl: a command is a perm(utation) of all variables, or a swap of two
     group: str = "S5"              # group: one of data.py's GROUPS
     digits: int = 2                # arith: of each number
     trace_file: str = ""           # trace: what `data.py trace` made; none: functions made at random
@@ -70,9 +70,9 @@ class Config:
     # the model
     d_model: int = 64              # width; inside the MLP it is twice that
     params: int = 0                # not 0: choose the MLP's width so that there are about as many parameters
-    n_layer: int = 1               # blocks; swaps need one, as the convolution already sees both names
+    n_layer: int = 1               # blocks; repl needs one, as the convolution sees both sides of an =
     n_head: int = 1                # heads of width d_model / n_head; one learns in fewer steps than four
-    conv: int = 4                  # tokens that the short convolution in front of every mixer sees; 0: none
+    conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
     n_householder: int = 2         # deltaproduct: reflections a token
     # the loss
@@ -82,12 +82,12 @@ class Config:
     state_layer: int = 0           # the state head reads after so many blocks; 0: after all of them
     # the optimiser
     optimizer: str = "muon"        # muon for the blocks' matrices and adamw for the rest, or adamw for all
-    batch_size: int = 16           # traces a step; small, as the first stage takes many steps, not much data
+    batch_size: int = 8            # traces a step; small, as the first stage takes many steps, not much data
     learning_rate: float = 6e-3    # its peak
     warmup: int = 320              # traces until the peak
-    cooldown: int = 1920           # traces of the final fall; it buys accuracy beyond the trained lengths
+    cooldown: int = 2560           # traces of the final fall; it buys accuracy beyond the trained lengths
     # when to move on, when to stop
-    advance: float = 0.98          # pass a stage at this accuracy, mean of the last 10 batches
+    advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
     stage_samples: int = 0         # not 0: pass each stage after so many traces (pfsa: 3000, trace: 4000)
     carry: int = 1                 # last stage: traces so many times as long, in steps; the state goes on
     max_samples: int = 100000      # stop after this many traces, wherever the curriculum is
