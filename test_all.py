@@ -2686,7 +2686,7 @@ def test_a_runs_folder_and_its_line_in_a_table_give_the_same_figure():
     accuracy = [float(line.split(",")[-2]) for line in open(folder / "metrics.csv").readlines()[1:]]
     line = plot.curve(of(path=str(folder))).axes[0].lines[0]
     assert line.get_xdata().tolist() == list(range(80, 321, 8))
-    assert np.allclose(line.get_ydata(), [np.mean(accuracy[i:i + 10]) for i in range(11)])
+    assert np.allclose(line.get_ydata(), [np.mean(accuracy[i:i + 10]) for i in range(31)])
 
 
 # ----------------------------------------------------------------------------------------------------------
