@@ -2519,6 +2519,19 @@ def test_parameters_start_as_the_table_of_init_weights_says():
     assert 0.45 < p["blocks.0.conv.weight"].abs().max() <= 0.5
 
 
+@pytest.mark.parametrize("model", ["lstm", "gru"])
+def test_a_new_lstm_or_gru_keeps_most_of_its_state_for_20_tokens(model):
+    """The state after 20 tokens of zeros, from a state of ones and from one of zeros."""
+    mixer = models.MIXERS[model](small(model))
+    kept = []
+    for start in (1, 0):
+        state = torch.full((1, 1, 32), float(start))
+        _, state = mixer(torch.zeros(1, 20, 32), (state, state) if model == "lstm" else state)
+        kept.append(tensors(state)[-1])
+    assert 0.5 < (kept[0] - kept[1]).mean() < 0.9
+
+
+
 # ----------------------------------------------------------------------------------------------------------
 # plot.py: figures of runs
 
