@@ -100,6 +100,7 @@ class LinearAttention(nn.Module):
 
 class DeltaNet(LinearAttention):
     """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537."""
+    shift = 0                                                           # of beta, before the sigmoid
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -107,7 +108,7 @@ class DeltaNet(LinearAttention):
 
     def beta(self, x):
         """(B, T, D) -> (B, T*steps, H) in (0, beta_max); 1 - beta is the eigenvalue."""
-        beta = self.beta_max * torch.sigmoid(self.to_beta(x).float())
+        beta = self.beta_max * torch.sigmoid(self.to_beta(x).float() + self.shift)
         return beta.view(x.shape[0], -1, self.n_head)
 
     def scan(self, x, q, k, v, S):
@@ -152,7 +153,9 @@ class DeltaProduct(DeltaNet):
 
 class SSM(DeltaNet):
     """Dao and Gu 2405.21060, Mamba-2's shape: everything in the state decays by 1 - beta, whatever its key.
-    Unlike Mamba's exp(-dt), 1 - beta may be negative: beta_max sets every model's eigenvalues."""
+    Unlike Mamba's exp(-dt), 1 - beta may be negative: beta_max sets every model's eigenvalues. As in Mamba,
+    beta starts near 0, so that the state is kept."""
+    shift = -6
 
     def scan(self, x, q, k, v, S):
         beta = self.beta(x)
@@ -307,7 +310,7 @@ def init_weights(model):
     mixer.out, mlp.down             | the same / sqrt(2 n_layer): together they add a variance of 1
     head, linear state head         | zero: the first guess is uniform, the first loss log(vocabulary)
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
-    to_beta bias                    | 0: beta starts at beta_max / 2
+    to_beta bias                    | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
     to_gate bias                    | 4: the gate starts at 0.98
     lstm, gru, rnn                  | torch's, but 4 for the bias of the gate that keeps the state
     """
