@@ -1982,7 +1982,7 @@ def test_evaluating_in_segments_changes_nothing(task, stage, monkeypatch):
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    cfg = Config(learning_rate=1.0, warmup=160, cooldown=1600, max_samples=9600, advance=0.5)
+    cfg = Config(learning_rate=1.0, batch_size=16, warmup=160, cooldown=1600, max_samples=9600, advance=0.5)
     at = train.Progress(cfg, Repl(), [Stage(8)])
 
     def lr(samples):
@@ -2055,9 +2055,9 @@ def refused(capsys, *args):
 
 def test_a_tiny_model_learns_three_variables(tmp_path):
     """The whole chain, from a command to result.json: 95 % at twice the trained length; chance is 33 %."""
-    done = command(HERE / "train.py", *TINY, "--d-model", 32, "--curriculum", "2x1:2 4x1 8x2", "--eval-at", "8x2 16x4",
-                   "--max-samples", 12000, "--cooldown", 960, "--eval-samples", 128, "--eval-every", 100,
-                   "--out", tmp_path)
+    done = command(HERE / "train.py", *TINY, "--d-model", 32, "--curriculum", "2x1:2 4x1 8x2",
+                   "--eval-at", "8x2 16x4", "--max-samples", 12000, "--cooldown", 960, "--eval-samples", 128,
+                   "--eval-every", 100, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = result_of(only(tmp_path))
     keys = "model task seed params state_size samples steps seconds data_seconds passed stage_reached until"
@@ -2294,7 +2294,8 @@ def test_a_process_does_not_look_at_the_runs_of_others(tmp_path, monkeypatch):
 
 def test_bf16_learns_too(tmp_path):
     """All but the scan's state in bf16: three variables, where chance is 33 %."""
-    assert go(tmp_path, "--dtype", "bf16", "--d-model", 32, "--max-samples", 6000, "--eval-samples", 64) == 0
+    assert go(tmp_path, "--dtype", "bf16", "--d-model", 32, "--moves", "swap", "--max-samples", 6000,
+              "--cooldown", 320, "--eval-at", "4x1", "--eval-samples", 64) == 0
     assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.9
 
 
@@ -2481,7 +2482,7 @@ class RightAtTheEnd(torch.nn.Module):
 
 
 def test_the_final_accuracy_is_that_of_the_last_answer():
-    task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16)
+    task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16, batch_size=16)
     row = train.evaluate(RightAtTheEnd(task.batch(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
     assert row["by_answer"] == [0, 0, 0, 1] and row["final"] == 1 and row["accuracy"] == 0.25
 
@@ -2500,7 +2501,7 @@ def test_training_reads_the_training_split_and_evaluation_the_test_split(monkeyp
     splits, task, stage = [], Repl(3), Stage(4, 2)
     honest = task.batch
     monkeypatch.setattr(task, "batch", lambda seed, split, *rest: splits.append(split) or honest(seed, split, *rest))
-    cfg = Config(eval_samples=16)
+    cfg = Config(eval_samples=16, batch_size=16)
     train.evaluate(RightAtTheEnd(honest(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
     assert splits == ["test"]
     train.Batches(cfg, task, stage)[3]
