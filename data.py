@@ -205,7 +205,7 @@ class Task:
     curriculum = "8x1"
     whole = False                 # True: a trace has one answer, of several tokens, right if all of them are;
                                   # else answers are single tokens, equally many in each trace of a stage
-    stage_samples = 0             # not 0: pass each stage after so many traces, if 98 % cannot be reached
+    stage_samples = 0             # not 0: pass each stage after so many traces, whatever the accuracy
     settings = ()
     n_slots = n_classes = 0
 
@@ -328,10 +328,10 @@ def is_test(program):
 class Repl(Task):
     """REPL traces: n assignments, then L commands, and after every S-th a print of one random variable.
 
-    A command permutes all variables (moves="perm", all n! as likely; in a stage LxS:M, M random ones among
-    themselves), or swaps two ("swap", each pair as likely). P1's curriculum is 8x1 16x2 32x4 64x8; ours
-    starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so that values
-    are digits."""
+    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, M random ones
+    among themselves), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4
+    64x8; ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so
+    that values are digits."""
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"
     settings = ("n_vars", "moves")
@@ -371,7 +371,7 @@ class Repl(Task):
     def check(self, stage):
         kinds = [""] if self.moves == "swap" else ["", *map(str, range(2, self.n_vars + 1))]
         if stage.kind not in kinds:
-            raise ValueError(f"stage {stage}: only --moves perm has kinds: 2 to {self.n_vars} move")
+            raise ValueError(f"stage {stage}: only --moves perm has kinds: at most 2 to {self.n_vars} move")
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""

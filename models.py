@@ -1,5 +1,5 @@
 """
-The models: one language model, ten ways to mix time, each an equation you know.
+The models: one language model, ten mixers, each an equation.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
@@ -12,7 +12,7 @@ The models: one language model, ten ways to mix time, each an equation you know.
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
   lstm, gru, rnn    torch's own, nonlinear in the state
 
-The first six read o_t = S_t^T q_t and differ in few lines. With beta_max = 2 the eigenvalue 1 - beta_t
+The first six read o_t = S_t^T q_t and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
 reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. In front
 of every mixer is the same short convolution; conv=0 leaves it out.
 
@@ -100,15 +100,15 @@ class LinearAttention(nn.Module):
 
 class DeltaNet(LinearAttention):
     """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537."""
-    shift = 0                                                           # of beta, before the sigmoid
+    beta_shift = 0                                                      # added before the sigmoid
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.to_beta = nn.Linear(cfg.d_model, self.steps * cfg.n_head)
 
     def beta(self, x):
-        """(B, T, D) -> (B, T*steps, H) in (0, beta_max); 1 - beta is the eigenvalue."""
-        beta = self.beta_max * torch.sigmoid(self.to_beta(x).float() + self.shift)
+        """(B, T, D) -> (B, T*steps, H) in (0, beta_max); 1 - beta is the eigenvalue along k."""
+        beta = self.beta_max * torch.sigmoid(self.to_beta(x).float() + self.beta_shift)
         return beta.view(x.shape[0], -1, self.n_head)
 
     def scan(self, x, q, k, v, S):
@@ -152,10 +152,10 @@ class DeltaProduct(DeltaNet):
 
 
 class SSM(DeltaNet):
-    """Dao and Gu 2405.21060, Mamba-2's shape: everything in the state decays by 1 - beta, whatever its key.
-    Unlike Mamba's exp(-dt), 1 - beta may be negative: beta_max sets every model's eigenvalues. As in Mamba,
-    beta starts near 0, so that the state is kept."""
-    shift = -6
+    """Dao and Gu 2405.21060, Mamba-2's shape: the whole state is multiplied by 1 - beta, whatever the key.
+    Unlike Mamba's exp(-dt), 1 - beta is negative where beta is above 1. As in Mamba, beta starts near 0, so
+    that the state is kept."""
+    beta_shift = -6
 
     def scan(self, x, q, k, v, S):
         beta = self.beta(x)
@@ -209,7 +209,7 @@ class Recurrent(nn.Module):
         D = cfg.d_model
         self.rnn = kind(D, D, batch_first=True)
         if kind is not nn.RNN:
-            nn.init.constant_(self.rnn.bias_ih_l0[D:2 * D], 4)
+            nn.init.constant_(self.rnn.bias_ih_l0[D:2 * D], 4)          # lstm: forget gate, gru: update gate
 
     def forward(self, x, state=None):
         return self.rnn(x, state)
@@ -312,7 +312,7 @@ def init_weights(model):
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
     to_beta bias                    | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
     to_gate bias                    | 4: the gate starts at 0.98
-    lstm, gru, rnn                  | torch's, but 4 for the bias of the gate that keeps the state
+    lstm, gru, rnn                  | torch's, but 4 for the forget (gru: update) gate's bias_ih
     """
     for name, p in model.named_parameters():
         if ".rnn." in name or "norm" in name:

@@ -266,7 +266,7 @@ class Hidden(Task):
     answers are not sampled, so there only the KL to the predictive has a meaning, not the loss."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
-    stage_samples = 3000                                                  # nobody can be 98 % right
+    stage_samples = 3000                                                  # nobody can be 90 % right
     settings = ("n_vars",)
     n_slots = 1
 

@@ -2,7 +2,7 @@
 The figures, one function each, from what runs leave behind; and four looks inside a model.
 
     python plot.py curve out/deltanet-repl*                     accuracy while training
-    python plot.py headline out/deltanet-repl* --at 128x16      a state that swaps, and the next figure
+    python plot.py headline out/deltanet-repl* --at 128x16      a state by hand, and `positions`
     python plot.py positions out/deltanet-repl* --at 128x16     at each answer of a trace (P1 Fig. 4, left)
     python plot.py final out/deltanet-repl*                     at the last, by length and spacing (right)
     python plot.py scores out/deltanet-repl*                    a row a model, a column an evaluated stage
@@ -231,19 +231,19 @@ def positions(args):
 
 
 def draw_positions(axes, args):
-    """Over commands, on a logarithmic axis: each point is the mean of the answers since the point before."""
+    """Over commands: at each power of 2, the mean of the answers since the one before."""
     [stage] = parse_stages(args.at)
     curves = nested()
     for name, result, row in evaluations(args):
         if row["stage"] == str(stage):
-            since = defaultdict(list)
+            by_power = defaultdict(list)
             for i, right in enumerate(row["by_answer"], 1):
-                since[2 ** math.ceil(math.log2(i * stage.spacing))].append(right)
-            for commands, right in since.items():
+                by_power[2 ** math.ceil(math.log2(i * stage.spacing))].append(right)
+            for commands, right in by_power.items():
                 curves[name][commands].append(np.mean(right))
     lines(axes, curves)
     doubling(axes, sorted({x for points in curves.values() for x in points}))
-    finish(axes, f"commands so far, a print after every {stage.spacing}th", "accuracy on held-out traces",
+    finish(axes, f"commands so far, a print every {stage.spacing}", "accuracy on held-out traces",
            "Which models keep track?", chance_of(result), trained(result).length)
 
 
@@ -385,18 +385,18 @@ def filters(args):
 
 @torch.no_grad()
 def states_by_hand(sources, beta):
-    """The state of models.by_hand after each line of these, (n, n) each: rows are variables, columns digits.
-    beta is what a swap gets; 2 reflects."""
+    """The state of models.by_hand after each of these lines, (n, n) each: rows are variables, columns digits.
+    beta: 2 or 1, at the key of a swap."""
     task = Repl(moves="swap")
     lm = by_hand(task)
     if beta == 1:
-        lm.blocks[0].mixer.to_beta.weight.clamp_(max=0)     # nothing says 2 any more: sigmoid(0) * 2
+        lm.blocks[0].mixer.to_beta.weight.clamp_(max=0)     # at a name, 2 sigmoid(0) = 1
     state, found = None, []
     for source in sources:
         tokens = task.tokenizer.encode(f"{task.prompt}{source}\n")
         _, _, state = lm(torch.tensor([tokens]), state)
         [(_, S)] = state
-        found.append(S[0, 0, :task.n_vars, :task.n_vars].abs().numpy())
+        found.append(S[0, 0, :task.n_vars, :task.n_vars].abs().numpy())    # rows are stored negated
     return found
 
 

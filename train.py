@@ -1,7 +1,7 @@
 """
 Train a model on a task, watch it learn, and test it far beyond what it saw. Nothing is hidden in a library.
 
-    python train.py --model deltanet --task repl                   a minute on two CPU cores
+    python train.py --model deltanet --task repl                   70 seconds on two CPU cores
     python train.py --model deltanet,transformer --seed 0,1,2      a grid: six runs; finished ones are skipped
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, on other stages
     python train.py --play out/deltanet-repl                       a trained model, and you type
@@ -61,7 +61,7 @@ class Config:
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
     task: str = "repl"             # repl, pfsa, group, parity, listperm, arith or trace: see data.py
-    n_vars: int = 5                # repl, listperm, pfsa: how many variables; with five they form S5
+    n_vars: int = 5                # repl, listperm, pfsa: how many variables
     moves: str = "perm"            # repl: a command is a perm(utation) of all variables, or a swap of two
     group: str = "S5"              # group: one of data.py's GROUPS
     digits: int = 2                # arith: of each number
@@ -69,15 +69,15 @@ class Config:
     curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own
     # the model
     d_model: int = 64              # width; inside the MLP it is twice that
-    params: int = 0                # not 0: choose the MLP's width so that there are about as many parameters
+    params: int = 0                # not 0: set the MLP's width for about so many parameters
     n_layer: int = 1               # blocks; repl needs one, as the convolution sees both sides of an =
     n_head: int = 1                # heads of width d_model / n_head; one learns in fewer steps than four
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
     n_householder: int = 2         # deltaproduct: reflections a token
     # the loss
-    reveal_weight: float = 1.0     # on answers, one token in 85 at 64x8; 0 is plain next-token loss
-    states: str = "auto"           # told to a linear, transformer or contrastive head, as text, or none
+    reveal_weight: float = 1.0     # on answers, one token in 181 at 64x8; 0 is next-token loss
+    states: str = "auto"           # head: linear, transformer, contrastive; or text, none; auto: by task
     state_weight: float = 1.0      # of the state head's loss (pfsa: it is told exact beliefs)
     state_layer: int = 0           # the state head reads after so many blocks; 0: after all of them
     # the optimiser
@@ -89,7 +89,7 @@ class Config:
     # when to move on, when to stop
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
     stage_samples: int = 0         # not 0: pass each stage after so many traces (pfsa: 3000, trace: 4000)
-    carry: int = 1                 # last stage: traces so many times as long, in steps; the state goes on
+    carry: int = 1                 # n: read the last stage's traces n times as long, in n steps
     max_samples: int = 100000      # stop after this many traces, wherever the curriculum is
     until: float = 0.0             # not 0: stop at this held-out accuracy, twice in a row, in the last stage
     # held-out traces
