@@ -343,7 +343,10 @@ class Repl(Task):
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
-        self.curriculum = " ".join([*easier, self.curriculum])
+        if n_vars > 2:                                    # two have too few programs for short stages
+            self.curriculum = " ".join([*easier, self.curriculum])
+        else:
+            self.curriculum = "8x1 16x2 32x4 64x8"
         super().__init__(**others)
 
     def program(self, rng, stage, memory):

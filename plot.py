@@ -396,7 +396,7 @@ def states_by_hand(sources, beta):
         tokens = task.tokenizer.encode(f"{task.prompt}{source}\n")
         _, _, state = lm(torch.tensor([tokens]), state)
         [(_, S)] = state
-        found.append(S[0, 0, :task.n_vars, :task.n_vars].abs().numpy())    # rows are stored negated
+        found.append(-S[0, 0, :task.n_vars, :task.n_vars].numpy())    # stored under -e_a
     return found
 
 
@@ -418,6 +418,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command, fontsize=9)
+            axes.set_xlabel("value", fontsize=8)
     draw_positions(right.subplots(), args)
     return figure
 
@@ -700,8 +701,7 @@ def accuracy(args):
 COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
             drift, heads, probe, automaton, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
-    "contrast": "positions assets/positions.jsonl --hide learning_rate",
-    "scores": "scores assets/contrast.jsonl --hide learning_rate",
+    "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,gated_deltanet,deltaproduct",
     "final": "final assets/final.jsonl",
     "spacing": "spacing assets/spacing.jsonl",
     "ladder": "ladder assets/ladder.jsonl",

@@ -70,7 +70,7 @@ class Config:
     # the model
     d_model: int = 64              # width; inside the MLP it is twice that
     params: int = 0                # not 0: set the MLP's width for about so many parameters
-    n_layer: int = 1               # blocks; repl needs one, as the convolution sees both sides of an =
+    n_layer: int = 1               # blocks; repl with up to 5 variables needs one, thanks to conv
     n_head: int = 1                # heads of width d_model / n_head; one learns in fewer steps than four
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
