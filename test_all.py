@@ -2556,7 +2556,6 @@ def test_a_new_lstm_or_gru_keeps_most_of_its_state_for_20_tokens(model):
     assert 0.5 < (kept[0] - kept[1]).mean() < 0.9
 
 
-
 # ----------------------------------------------------------------------------------------------------------
 # plot.py: figures of runs
 
