@@ -7,7 +7,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py final out/deltanet-repl*                     at the last, by length and spacing (right)
     python plot.py scores out/deltanet-repl*                    a row a model, a column an evaluated stage
     python plot.py ladder out/ladder/*                          a row a model, a column a group
-    python plot.py spacing out/spacing/*                        over how sparse prints are (P1 Fig. 3)
+    python plot.py spacing out/spacing/*                        read with sparser prints (P1 Fig. 3)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py samples out/*-parity*                        traces until all is right (P2 Fig. 5)
     python plot.py lengths traces.jsonl                         how long traces of functions are (P2 Fig. 1)
@@ -282,17 +282,18 @@ def ladder(args):
 
 
 def spacing(args):
-    """Accuracy where a model was trained, over the commands between two prints there (P1 Fig. 3)."""
+    """Accuracy at the trained length, over the commands from one print to the next (P1 Fig. 3)."""
     figure, axes = plt.subplots()
     curves = nested()
-    for name, result, row in evaluations(args, aside=["curriculum"]):
-        stage = trained(result)
-        if row["stage"] == str(stage):
+    for name, result, row in evaluations(args):
+        [stage] = parse_stages(row["stage"])
+        if stage.length == trained(result).length:
             curves[name][stage.spacing].append(row["accuracy"])
     lines(axes, curves)
     doubling(axes, sorted({x for points in curves.values() for x in points}))
-    return finish(axes, "commands from one print to the next, in training and test",
-                  "accuracy on held-out traces", "How sparse may prints be?", chance_of(result))
+    return finish(axes, f"commands from one print to the next, in test traces of {trained(result).length}",
+                  "accuracy on held-out traces", "How sparse may prints be?",
+                  chance_of(result), trained(result).spacing)
 
 
 def nats(args):
@@ -701,7 +702,7 @@ def accuracy(args):
 COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
             drift, heads, probe, automaton, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
-    "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,gated_deltanet,deltaproduct",
+    "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
     "final": "final assets/final.jsonl",
     "spacing": "spacing assets/spacing.jsonl",
     "ladder": "ladder assets/ladder.jsonl",

@@ -2655,11 +2655,12 @@ def test_the_headline_shows_rows_exchanged_at_beta_2_and_their_mean_at_beta_1():
         assert np.allclose(M / reflected[0].max(), mean, atol=1e-6)
 
 
-def test_spacing_is_drawn_where_each_run_was_trained():
-    found = [(4, 0, 0.5), (1, 0, 0.9), (4, 1, 0.3), (1, 1, 0.7)]
-    [axes] = plot.spacing(of(*(result(y, seed=seed, curriculum=f"4x1 8x{S}") for S, seed, y in found))).axes
+def test_spacing_is_drawn_at_the_trained_length():
+    rows = [{"stage": stage, "accuracy": y} for stage, y in (("8x4", 0.5), ("8x1", 0.9), ("16x2", 0.2))]
+    [axes] = plot.spacing(of(result(rows=rows, curriculum="4x1 8x1"))).axes
     model = axes.lines[0]
-    assert model.get_xdata().tolist() == [1, 4] and np.allclose(model.get_ydata(), [0.8, 0.4])
+    assert model.get_xdata().tolist() == [1, 4] and np.allclose(model.get_ydata(), [0.9, 0.5])
+    assert [line for line in axes.lines if list(line.get_xdata()) == [1, 1]]          # trained at 8x1
 
 
 def test_the_ladder_has_a_column_a_group_easiest_first_and_says_who_did_not_climb():
