@@ -138,7 +138,7 @@ def evaluations(args, aside=()):
         if len(seeds) > 1:
             name += f", {len(seeds)} seeds"
         if not got_there(runs):
-            name += f" (not within {runs[0]['samples']:,})"
+            name += f" (never got to {trained(runs[0])})"
         for result in runs:
             for row in result["eval"]:
                 yield name, result, row
@@ -171,7 +171,7 @@ def finish(axes, x_label, y_label, title, chance=None, length=None):
     if chance:
         axes.axhline(chance, color="gray", linestyle=":", label="chance")
     if length:
-        axes.axvline(length, color="gray", label="trained to here")
+        axes.axvline(length, color="gray", label="the last stage of training")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     return axes.figure
@@ -243,7 +243,7 @@ def draw_positions(axes, args):
                 curves[name][commands].append(np.mean(right))
     lines(axes, curves)
     doubling(axes, sorted({x for points in curves.values() for x in points}))
-    finish(axes, f"commands so far, a print every {stage.spacing}", "accuracy on held-out traces",
+    finish(axes, f"commands so far in traces of {stage}", "accuracy on held-out traces",
            "Which models keep track?", chance_of(result), trained(result).length)
 
 
@@ -287,7 +287,7 @@ def spacing(args):
     curves = nested()
     for name, result, row in evaluations(args):
         [stage] = parse_stages(row["stage"])
-        if stage.length == trained(result).length:
+        if (stage.length, stage.kind) == (trained(result).length, trained(result).kind):
             curves[name][stage.spacing].append(row["accuracy"])
     lines(axes, curves)
     doubling(axes, sorted({x for points in curves.values() for x in points}))

@@ -2621,7 +2621,7 @@ def test_learning_rates_are_never_pooled():
 def test_who_did_not_get_to_the_trained_length_is_said_to_be_not_within():
     short = [result(0.2, reached="8x1", model="lstm", seed=seed) for seed in (0, 1)]
     found = plot.evaluations(of(*short, result(model="lstm", seed=2), result()))
-    assert {name for name, _, _ in found} == {"lstm, 3 seeds (not within 9,000)", "deltanet"}
+    assert {name for name, _, _ in found} == {"lstm, 3 seeds (never got to 64x8)", "deltanet"}
 
 
 def test_positions_are_means_over_doublings_with_chance_and_the_trained_length():
