@@ -2618,7 +2618,7 @@ def test_learning_rates_are_never_pooled():
     assert list(plot.load(chosen)) == ["deltanet, [-1, 1]", "deltanet, [0, 1]"]
 
 
-def test_who_did_not_get_to_the_trained_length_is_said_to_be_not_within():
+def test_who_never_got_to_the_trained_length_is_named():
     short = [result(0.2, reached="8x1", model="lstm", seed=seed) for seed in (0, 1)]
     found = plot.evaluations(of(*short, result(model="lstm", seed=2), result()))
     assert {name for name, _, _ in found} == {"lstm, 3 seeds (never got to 64x8)", "deltanet"}
