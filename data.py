@@ -539,8 +539,9 @@ class Group(Task):
     """Words over a finite group. Token t is the element g_t; its target is the product g_1 g_2 ... g_t.
 
     Element i is the token 1 + i (no group here has more than 120 elements). Every target is asked. By default
-    no state head is told the product, as the answers are the states."""
-    curriculum = "8 16 32 64"
+    no state head is told the product, as the answers are the states. In a stage L:M, words have only elements
+    that move at most M points: the alphabet grows."""
+    curriculum = "2 4 8 16 32"
     settings = ("group",)
     n_slots = 1
     usual_states = "none"
@@ -552,10 +553,16 @@ class Group(Task):
         self.n_classes = len(self.elements)
         super().__init__(**others)
 
+    def letters(self, kind):
+        """The numbers of the elements in words of a stage with this kind."""
+        moved = lambda i: sum(x != y for x, y in enumerate(self.elements[i]))
+        return [i for i in self.alphabet if not kind or moved(i) <= int(kind)]
+
     def word(self, rng, stage, split):
         """-> one word of the split, as a list of elements' numbers."""
+        letters = self.letters(stage.kind)
         for _ in range(1000):
-            word = rng.choices(self.alphabet, k=stage.length)
+            word = rng.choices(letters, k=stage.length)
             if is_test(str(word)) == (split == "test"):
                 return word
         raise ValueError(f"stage {stage} has too few words, none of 1,000 is for {split}: make it longer")
@@ -578,8 +585,11 @@ class Group(Task):
         return Batch(1 + np.array(words), 1 + product, everywhere, everywhere, state=product[..., None])
 
     def check(self, stage):
-        if stage.spacing != 1 or stage.kind:
+        if stage.spacing != 1:
             raise ValueError(f"stage {stage}: every element of a word is asked, so write {stage.length}")
+        if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
+            raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move at most M points; "
+                             "there must be two of them")
 
     def beyond(self, last):
         return [Stage(last.length * factor) for factor in (1, 2, 4, 8)]

@@ -1,5 +1,5 @@
 """
-The models: one language model, ten mixers, each an equation.
+The models: one language model, fourteen mixers, each an equation.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
@@ -9,10 +9,14 @@ The models: one language model, ten mixers, each an equation.
   kda               the same, g in (0, 1)^K: each row of the state has its own gate
   deltaproduct      n_householder delta steps per token
   ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
+  rotary_ssm        S_t = (1 - beta_t) R_t S_{t-1} + beta_t k_t v_t^T               R turns pairs of rows
+  block_diagonal    h_t = A_t h_{t-1}                                               A of dense 8x8 blocks
+  m2rnn             S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)       not linear in S
+  lstm, gru, rnn    torch's own, not linear in the state either
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
-  lstm, gru, rnn    torch's own, nonlinear in the state
+  path              the same; between a key and a query lie reflections instead of positions
 
-The first six read o_t = S_t^T q_t and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
+All with an S read o_t = S_t^T q_t and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
 reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. In front
 of every mixer is the same short convolution; conv=0 leaves it out.
 
@@ -162,18 +166,79 @@ class SSM(DeltaNet):
         return decay_scan(q, k, beta[..., None] * v, 1 - beta, S)
 
 
+def turn(x, angle):
+    """Turn pairs of channels, i and K/2 + i, of x (..., K) by angle (..., K/2)."""
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+class RotarySSM(SSM):
+    """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token turns pairs of the state's rows
+    by angles of its choice. To turn the state is to turn k and q by the sum of all angles so far. State: the
+    scan's, and that sum, (B, 1, D/2)."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.to_angle = nn.Linear(cfg.d_model, cfg.d_model // 2, bias=False)
+
+    def scan(self, x, q, k, v, state):
+        S, past = state or (None, 0)
+        angle = past + self.to_angle(x).float().cumsum(1)               # (B, T, D/2)
+        by_head = angle.unflatten(-1, (self.n_head, -1))
+        o, S = super().scan(x, turn(q, by_head), turn(k, by_head), v, S)
+        return o, (S, angle[:, -1:] % (2 * math.pi))
+
+
 # ----------------------------------------------------------------------------------------------------------
-# The others
+# The others. Those with a loop over time are slow: they have no scan (block_diagonal), or there can be none.
+
+class BlockDiagonal(nn.Module):
+    """h_t = A_t h_{t-1}: A_t, linear in the token, consists of dense blocks with columns of unit length
+    (bilinear RNN, 2505.21749). Nothing is added, so h_0 is learned. State: h, (B, D/4, 8)."""
+    size = 8
+
+    def __init__(self, cfg):
+        super().__init__()
+        D = cfg.d_model
+        self.to_blocks = nn.Linear(D, 2 * D * self.size, bias=False)
+        self.start = nn.Parameter(torch.empty(2 * D // self.size, self.size))
+        self.norm = RMSNorm(2 * D)
+        self.out = nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x, h=None):
+        blocks = self.to_blocks(x).unflatten(-1, (-1, self.size, self.size))
+        h, read = self.start.expand(len(x), -1, -1) if h is None else h, []
+        for A in F.normalize(blocks, dim=-2).unbind(1):                 # (B, D/4, 8, 8)
+            h = (A @ h[..., None])[..., 0]
+            read.append(h)
+        return self.out(self.norm(torch.stack(read, 1).flatten(2))), h
+
+
+class M2RNN(LinearAttention):
+    """Mishra et al. 2603.14360: an RNN with tanh, whose state is as large as DeltaNet's."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.within = nn.Parameter(torch.empty(self.n_head, self.head_dim, self.head_dim))
+        self.to_forget = nn.Linear(cfg.d_model, cfg.n_head)
+
+    def scan(self, x, q, k, v, S):
+        f = torch.sigmoid(self.to_forget(x).float())[..., None, None]   # (B, T, H, 1, 1)
+        S, read = 0 * k[:, 0, :, :, None] * v[:, 0, :, None] if S is None else S, []
+        for t in range(x.shape[1]):
+            write = k[:, t, :, :, None] * v[:, t, :, None]              # (B, H, K, V)
+            S = f[:, t] * S + (1 - f[:, t]) * torch.tanh(S @ self.within + write)
+            read.append((S * q[:, t, :, :, None]).sum(2))
+        return torch.stack(read, 1), S
+
 
 def rotate(x, start):
     """Rotary position embedding (2104.09864) of x (B, H, T, K), whose first token has position `start`."""
     T, K = x.shape[2:]
     position = torch.arange(start, start + T, device=x.device)
     frequency = 10000.0 ** torch.linspace(0, 2 / K - 1, K // 2, device=x.device)
-    angle = torch.outer(position, frequency)                            # (T, K/2)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+    return turn(x, torch.outer(position, frequency))
 
 
 class Attention(nn.Module):
@@ -199,6 +264,30 @@ class Attention(nn.Module):
         return y, (k, v)
 
 
+class PaTH(Attention):
+    """PaTH attention (2505.16381): positions are reflections, chosen by the tokens. A key of token s meets the
+    query of t as H_t ... H_{s+1} k_s, H = I - beta w w^T. State: such keys, and the values, as above."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.beta_max = cfg.beta_max
+        self.to_w = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
+        self.to_beta = nn.Linear(cfg.d_model, cfg.n_head)
+
+    def forward(self, x, state=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        w = F.normalize(self.to_w(x).unflatten(-1, (self.n_head, -1)), dim=-1).transpose(1, 2)
+        beta = self.beta_max * torch.sigmoid(self.to_beta(x)).transpose(1, 2)[..., None]   # (B, H, T, 1)
+        keys, values = state or (k[:, :, :0], v[:, :, :0])
+        read = []
+        for now in range(x.shape[1]):
+            now = slice(now, now + 1)
+            keys = keys - beta[:, :, now] * (keys @ w[:, :, now].mT) * w[:, :, now]
+            keys, values = torch.cat([keys, k[:, :, now]], 2), torch.cat([values, v[:, :, now]], 2)
+            read.append(F.scaled_dot_product_attention(q[:, :, now], keys, values))
+        return self.out(torch.cat(read, 2).transpose(1, 2).flatten(2)), (keys, values)
+
+
 class Recurrent(nn.Module):
     """torch's LSTM, GRU or tanh RNN of width D. State: what torch returns. With torch's own start, an LSTM
     halves its cells at every token, and what was assigned 30 tokens ago leaves no gradient: so the gate that
@@ -222,7 +311,11 @@ MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y
     "deltaproduct": DeltaProduct,
     "linear_attention": LinearAttention,
     "ssm": SSM,
+    "rotary_ssm": RotarySSM,
+    "block_diagonal": BlockDiagonal,
+    "m2rnn": M2RNN,
     "transformer": Attention,
+    "path": PaTH,
     "lstm": lambda cfg: Recurrent(cfg, nn.LSTM),
     "gru": lambda cfg: Recurrent(cfg, nn.GRU),
     "rnn": lambda cfg: Recurrent(cfg, nn.RNN),
@@ -317,10 +410,12 @@ def init_weights(model):
     for name, p in model.named_parameters():
         if ".rnn." in name or "norm" in name:
             continue
-        elif name.endswith(("head.weight", "to_beta.bias")):
-            nn.init.zeros_(p)
         elif name.endswith("to_gate.bias"):
             nn.init.constant_(p, 4)
+        elif name.endswith(("head.weight", "bias")):
+            nn.init.zeros_(p)
+        elif name.endswith("within"):
+            p.data.copy_(torch.eye(p.shape[-1]).expand_as(p))
         elif name.endswith("conv.weight"):
             bound = max(1, len(p)) ** -0.5
             nn.init.uniform_(p, -bound, bound)

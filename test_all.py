@@ -300,7 +300,7 @@ def test_a_stage_with_a_range_has_all_its_lengths_equally_often(task, stage, oth
     *((lambda: Repl(5, "swap"), stage) for stage in ("8x1:3", "8x1:5")),
     *((Repl, stage) for stage in ("8x1:1", "8x1:6", "8x1:forced")),
     *((Parity, stage) for stage in ("8x2", "8:0", "8:9", "8:x")),
-    *((Group, stage) for stage in ("8x2", "8:2")),
+    *((Group, stage) for stage in ("8x2", "8:1", "8:x")),
     (lambda: Repl(2, "swap"), "4x4"),                            # none of its few programs is for test
     (Arith, "13"), (lambda: Repl(1), "8"), (lambda: Repl(10), "8"), (lambda: ListPerm(10), "8"),
     (lambda: Arith(0), "4"), (lambda: Arith(states="linear"), "4"), (lambda: Group(states="text"), "4")])
@@ -346,6 +346,17 @@ def test_groups_have_their_order_and_targets_are_products(name):
     letters = [task.elements[token - 1] for token in np.unique(make(task, "20", 200)[0].tokens)]
     assert len(letters) == (10 if name == "S5swaps" else ORDERS[name])
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
+
+
+@pytest.mark.parametrize("name, kind, count", [
+    ("S5", "2", 1 + 10), ("S5", "3", 1 + 10 + 20), ("S5", "4", 120 - 44), ("S5", "5", 120), ("A5", "3", 1 + 20),
+    ("S5swaps", "2", 10), ("S4", "2", 1 + 6), ("Z60", "3", 3)])
+def test_a_stage_of_a_group_says_how_many_points_a_letter_may_move(name, kind, count):
+    """Counted by hand: the identity, transpositions, 3-cycles; 44 of S5 move all five points."""
+    task = Group(name)
+    task.check(Stage(16, 1, kind))
+    batch, _ = make(task, f"16:{kind}", 400)
+    assert len(np.unique(batch.tokens)) == count
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1723,6 +1734,74 @@ def test_beta_max_bounds_the_eigenvalues(model):
     assert free.real.min() < -0.9 and free.abs().max() < 1 + 1e-5
 
 
+def test_rotary_ssm_is_a_diagonal_recurrence_of_complex_numbers():
+    """Row i of the state with row i + K/2 as its imaginary part, in complex128, one token after another."""
+    torch.manual_seed(0)
+    mixer = models.MIXERS["rotary_ssm"](small("rotary_ssm", n_head=1)).double()
+    x = torch.randn(2, 12, 32, dtype=torch.float64)
+    with torch.no_grad():
+        q, k, v = mixer.project(x)
+        o, _ = mixer.scan(x, q, k, v, None)
+        angle, beta = mixer.to_angle(x), mixer.beta(x)
+        q, k = (torch.complex(*t[:, :, 0].chunk(2, -1)) for t in (q, k))      # (2, 12, 16)
+        S = torch.zeros(2, 16, 32, dtype=torch.complex128)
+        for t in range(12):
+            turned = torch.polar(1 - beta[:, t].double(), -angle[:, t])       # -: the state turns the other way
+            S = turned[..., None] * S + beta[:, t, :, None] * k[:, t, :, None] * v[:, t]
+            want = (q[:, t, :, None].conj() * S).real.sum(1)
+            assert torch.allclose(o[:, t, 0].double(), want, atol=1e-5)
+
+
+def test_block_diagonal_multiplies_a_learned_start_by_matrices_with_unit_columns():
+    torch.manual_seed(0)
+    mixer = models.MIXERS["block_diagonal"](small("block_diagonal")).double()
+    torch.nn.init.normal_(mixer.start)
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    with torch.no_grad():
+        _, h = mixer(x)
+        A = mixer.to_blocks(x).view(2, 5, 8, 8, 8)
+        A = A / A.square().sum(-2, keepdim=True).sqrt()
+        for b in range(2):
+            for n in range(8):
+                want = torch.linalg.multi_dot([*A[b, :, n].flip(0), mixer.start[n]])
+                assert torch.allclose(h[b, n], want)
+
+
+def test_path_attention_is_a_softmax_over_keys_behind_products_of_reflections():
+    torch.manual_seed(0)
+    mixer = models.MIXERS["path"](small("path", n_head=1)).double()
+    x = torch.randn(1, 6, 32, dtype=torch.float64)
+    with torch.no_grad():
+        q, k, v = mixer.qkv(x)[0].chunk(3, -1)
+        w = F.normalize(mixer.to_w(x)[0], dim=-1)
+        beta = 2 * torch.sigmoid(mixer.to_beta(x)[0])
+        H = torch.eye(32, dtype=torch.float64) - beta[..., None] * w[:, :, None] * w[:, None]
+        rows = []
+        for t in range(6):
+            keys = []
+            for s in range(t + 1):
+                key = k[s]
+                for between in range(s + 1, t + 1):
+                    key = H[between] @ key
+                keys.append(key @ q[t] / 32 ** 0.5)
+            rows.append(torch.stack(keys).softmax(0) @ v[:t + 1])
+        assert torch.allclose(mixer(x)[0][0], mixer.out(torch.stack(rows)))
+
+
+def test_m2rnn_is_its_equation():
+    torch.manual_seed(0)
+    mixer = models.MIXERS["m2rnn"](small("m2rnn", n_head=1)).double()
+    torch.nn.init.normal_(mixer.within, std=0.2)
+    x, S = torch.randn(1, 6, 32, dtype=torch.float64), torch.zeros(32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        q, k, v = mixer.project(x)
+        o, _ = mixer.scan(x, q, k, v, None)
+        f = torch.sigmoid(mixer.to_forget(x)[0, :, 0])
+        for t in range(6):
+            S = f[t] * S + (1 - f[t]) * (S @ mixer.within[0] + torch.outer(k[0, t, 0], v[0, t, 0])).tanh()
+            assert torch.allclose(o[0, t, 0], S.T @ q[0, t, 0], atol=1e-6)
+
+
 def test_siblings_meet():
     """One step of DeltaProduct is DeltaNet, and so are gates of 1; linear attention forgets nothing."""
     product, net = build("deltaproduct", n_householder=1), build("deltanet")
@@ -2133,7 +2212,8 @@ def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model
                    for optimizer in train.make_optimizers(Config(), lm))
     assert sorted(adamw + muon) == sorted(names.values())
     kinds = {re.sub(r"blocks\.\d\.", "", name) for name in muon}
-    mixers = {"mixer.qkv.weight", "mixer.out.weight", "mixer.rnn.weight_ih_l0", "mixer.rnn.weight_hh_l0"}
+    mixers = {f"mixer.{name}" for name in ("qkv.weight", "out.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0",
+                                           "to_blocks.weight", "to_w.weight")}
     assert {"mlp.up.weight", "mlp.down.weight"} < kinds <= {"mlp.up.weight", "mlp.down.weight"} | mixers
     [only_adamw] = train.make_optimizers(Config(optimizer="adamw"), lm)
     assert len(only_adamw.param_groups[0]["params"]) == len(names)
@@ -2663,15 +2743,22 @@ def test_spacing_is_drawn_at_the_trained_length():
     assert [line for line in axes.lines if list(line.get_xdata()) == [1, 1]]          # trained at 8x1
 
 
-def test_the_ladder_has_a_column_a_group_easiest_first_and_says_who_did_not_climb():
-    def on(group, accuracy, model="lstm", **more):
-        return result(accuracy, task="group", group=group, model=model, **more)
-    [axes] = plot.ladder(of(on("S3", 0.9), on("S3", 1.0, seed=1), on("Z2", 0.8), on("A5", 0.02, reached="8x1"),
-                            on("Z2", 1.0, "ssm"), on("S3", 0.2, "ssm", reached="16x1"))).axes
-    assert ticks(axes.xaxis) == ["Z2\n50.0%", "S3\n16.7%", "A5\n1.7%"] and ticks(axes.yaxis) == ["lstm", "ssm"]
-    assert np.allclose(axes.images[0].get_array().filled(-1), [[80, 95, -1], [100, -1, -1]])
+def test_the_ladder_has_a_column_a_group_and_says_how_far_each_model_came():
+    def on(group, at, far, model="lstm", passed=(), **settings):
+        rows = [{"stage": "32x1", "accuracy": at}, {"stage": "128x1", "accuracy": far}]
+        found = result(task="group", group=group, model=model, rows=rows, **settings)
+        return {**found, "passed": [{"stage": stage} for stage in passed]}
+    [axes] = plot.ladder(of(on("S3", 0.9, 0.2), on("S3", 1.0, 0.98, seed=1), on("S3", 1.0, 0.96, seed=2),
+                            on("Z2", 1.0, 0.8), on("A5", 0.02, 0.02, passed=["2x1", "4x1"]),
+                            on("Z2", 1.0, 1.0, "ssm"), on("S3", 0.2, 0.2, "ssm"),
+                            on("Z2", 0.5, 0.5, "ssm", beta_max=1.0))).axes
+    assert ticks(axes.xaxis) == ["Z2", "S3", "A5"]
+    assert ticks(axes.yaxis) == ["lstm", "ssm, [-1, 1]", "ssm, [0, 1]"]
+    assert np.array_equal(axes.images[0].get_array(), [[1, 2, 0], [2, 0, 0], [0, 0, 0]])
     words = Counter(text.get_text() for text in axes.texts)
-    assert words == {"80": 1, "95\n90 to 100": 1, "100": 1, "not within": 2}
+    assert words == {"100%, 80%": 1, "100%, 96%": 1, "4x1": 1, "100%, 100%": 1, "-": 2}
+    squares = {(round(line.get_xdata()[0]), round(line.get_ydata()[0])) for line in axes.lines}
+    assert squares == {(0, 0), (1, 0), (2, 0), (0, 1)}
 
 
 def test_samples_to_perfect_have_a_panel_a_model_and_a_cross_where_the_end_was_not_reached():
