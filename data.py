@@ -540,7 +540,8 @@ class Group(Task):
 
     Element i is the token 1 + i (no group here has more than 120 elements). Every target is asked. By default
     no state head is told the product, as the answers are the states. In a stage L:M, words have only elements
-    that move at most M points: the alphabet grows."""
+    that move at most M points: the alphabet grows. A sample is a word of 32 elements, or as many shorter words
+    as have 32 together: so the batches of all stages up to 32 are equally large."""
     curriculum = "2 4 8 16 32"
     settings = ("group",)
     n_slots = 1
@@ -550,13 +551,13 @@ class Group(Task):
         self.elements, self.mul = closure(GROUPS[group])
         alphabet = GROUPS[group] if group == "S5swaps" else self.elements
         self.alphabet = [self.elements.index(element) for element in alphabet]
+        self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)
         super().__init__(**others)
 
     def letters(self, kind):
         """The numbers of the elements in words of a stage with this kind."""
-        moved = lambda i: sum(x != y for x, y in enumerate(self.elements[i]))
-        return [i for i in self.alphabet if not kind or moved(i) <= int(kind)]
+        return [i for i in self.alphabet if not kind or self.moved[i] <= int(kind)]
 
     def word(self, rng, stage, split):
         """-> one word of the split, as a list of elements' numbers."""
@@ -580,8 +581,9 @@ class Group(Task):
         rng = random.Random(f"{seed} {split} {stage} {t}")
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: tokens of a group are no text; give linear or none")
-        words = [self.word(rng, stage, split) for _ in range(size)]
-        product, everywhere = np.array(list(map(self.products, words))), np.ones((size, stage.length), bool)
+        words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
+        product = np.array(list(map(self.products, words)))
+        everywhere = np.ones(product.shape, bool)
         return Batch(1 + np.array(words), 1 + product, everywhere, everywhere, state=product[..., None])
 
     def check(self, stage):

@@ -83,7 +83,6 @@ class Config:
     # the optimiser
     optimizer: str = "muon"        # muon for the blocks' matrices and adamw for the rest, or adamw for all
     batch_size: int = 8            # traces a step; small, as the first stage takes many steps, not much data
-    batch_tokens: int = 0          # not 0, group: as many words a step as have so many elements
     learning_rate: float = 6e-3    # its peak
     warmup: int = 320              # traces until the peak
     cooldown: int = 2560           # traces of the final fall; it buys accuracy beyond the trained lengths
@@ -111,8 +110,8 @@ CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": GROUPS, "dtype": D
            "optimizer": ["muon", "adamw"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": ["auto", "cuda", "mps", "cpu"]}
-MAY_BE_ZERO = ["params", "conv", "batch_tokens", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown",
-               "stage_samples", "until", "seed"]
+MAY_BE_ZERO = ["params", "conv", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown", "stage_samples",
+               "until", "seed"]
 FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]   # --eval may change them
 SEGMENT = 2048                        # tokens evaluated at once; the state is carried to the next segment
 COLUMNS = "step samples seconds stage lr loss next reveal state accuracy held_out".split()
@@ -161,8 +160,6 @@ def check(cfg):
         raise ValueError(f"--d-model {cfg.d_model}: must split into --n-head {cfg.n_head} even widths")
     if cfg.beta_max > 2:
         raise ValueError(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1]: states explode")
-    if cfg.batch_tokens and cfg.task != "group":
-        raise ValueError("--batch-tokens is for --task group: elsewhere a batch is --batch-size traces")
     if max(cfg.advance, cfg.until) > 1:
         raise ValueError("--advance and --until are accuracies: give at most 1")
     if cfg.state_layer > cfg.n_layer:
@@ -456,15 +453,10 @@ class Progress:
     def last(self):
         return self.number == len(self.stages) - 1
 
-    @property
-    def batch_size(self):
-        """Traces of the next step."""
-        return max(1, self.cfg.batch_tokens // self.stage.length) if self.cfg.batch_tokens else self.cfg.batch_size
-
     def learning_rate(self):
         """See the top."""
         cfg, fall = self.cfg, self.end - self.cfg.cooldown
-        up = min(1, (self.samples + self.batch_size) / max(cfg.warmup, self.batch_size))
+        up = min(1, (self.samples + cfg.batch_size) / max(cfg.warmup, cfg.batch_size))
         down = min(1, max(0, self.samples - fall) / max(cfg.cooldown, 1))
         return cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
 
@@ -489,7 +481,7 @@ class Progress:
 
     def note_until(self):
         """If held-out accuracy was --until twice in a row, note after how many traces: the run then ends."""
-        began = self.passed[self.number - 1]["samples"] if self.number else 0
+        began = self.began * self.cfg.batch_size
         above = [samples for samples, stage, accuracy in self.held_out[-2:]
                  if self.last and samples > began and accuracy >= self.cfg.until]
         if self.cfg.until and len(above) == 2:
@@ -499,11 +491,11 @@ class Progress:
 class Batches(Dataset):
     """Training batches by their number, so that DataLoader's workers can make them."""
 
-    def __init__(self, seed, task, stage, size):
-        self.seed, self.task, self.stage, self.size = seed, task, stage, size
+    def __init__(self, cfg, task, stage):
+        self.cfg, self.task, self.stage = cfg, task, stage
 
     def __getitem__(self, t):
-        return self.task.batch(self.seed, "train", self.stage, t, self.size)
+        return self.task.batch(self.cfg.seed, "train", self.stage, t, self.cfg.batch_size)
 
 
 def stream(cfg, task, at, device):
@@ -512,7 +504,7 @@ def stream(cfg, task, at, device):
     parts = cfg.carry if at.last else 1
     turn = (at.step - at.began) % parts
     stage = at.stage._replace(length=at.stage.length * parts)
-    loader = DataLoader(Batches(cfg.seed, task, stage, at.batch_size), batch_size=None,
+    loader = DataLoader(Batches(cfg, task, stage), batch_size=None,
                         sampler=itertools.count(at.step - turn, parts),
                         num_workers=2 if device.type == "cuda" else 0)    # a GPU is faster than Python
     for batch in loader:
@@ -558,7 +550,8 @@ def make_optimizers(cfg, model):
     of a step about equal, and scales it to be as large as AdamW's, so one learning rate serves both."""
     matrices, rest = [], []
     for name, p in model.named_parameters():
-        is_matrix = "blocks." in name and p.ndim == 2 and not re.search("conv|start|to_(beta|gate|forget|angle)", name)
+        small = re.search("conv|start|to_(beta|gate|forget|angle)", name)
+        is_matrix = "blocks." in name and p.ndim == 2 and not small
         (matrices if is_matrix and cfg.optimizer == "muon" else rest).append(p)
     optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0)]
     if matrices:
@@ -615,16 +608,15 @@ def train(cfg, task, stages, model, folder, saved=None):
             for optimizer in optimizers:
                 optimizer.step()
 
-            stage, size = at.stage, at.batch_size
-            accuracy = right.float().mean().item()                    # nan: nothing was asked
+            stage, accuracy = at.stage, right.float().mean().item()      # nan: nothing was asked
             at.step += 1
-            at.samples += size
+            at.samples += cfg.batch_size
             at.seconds = time.perf_counter() - started
             at.state = detached(state, device) if cfg.carry > 1 and at.last else None
             row = {"step": at.step, "samples": at.samples, "seconds": at.seconds, "stage": stage, "lr": lr,
                    "loss": loss.item(), "accuracy": accuracy}
             row.update((name, term.item()) for name, term in terms.items())
-            bar.update(size)
+            bar.update(cfg.batch_size)
             bar.set_postfix(stage=stage, loss=f"{loss.item():.3f}", right=f"{accuracy:.0%}", refresh=False)
 
             if at.step % cfg.eval_every == 0:
