@@ -210,7 +210,7 @@ class BlockDiagonal(nn.Module):
         blocks = self.to_blocks(x).unflatten(-1, (-1, self.size, self.size))
         h, read = self.start.expand(len(x), -1, -1) if h is None else h, []
         for A in F.normalize(blocks, dim=-2).unbind(1):                 # (B, D/4, 8, 8)
-            h = (A @ h[..., None])[..., 0]
+            h = F.normalize((A @ h[..., None])[..., 0], dim=-1)
             read.append(h)
         return self.out(self.norm(torch.stack(read, 1).flatten(2))), h
 
