@@ -500,7 +500,7 @@ def length_of(rng, stage):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# group: one element a token, one label a token
+# group: words of elements, a label for each
 
 def permutation(n, *cycles):
     """The permutation of 0 .. n-1 that sends each entry of a cycle to the next, as a tuple of images."""
@@ -536,24 +536,27 @@ def closure(generators):
 
 
 class Group(Task):
-    """Words over a finite group. Token t is the element g_t; its target is the product g_1 g_2 ... g_t.
+    """Words over a finite group: elements g_1 g_2 ...; after each, its product with those before is asked.
 
-    Element i is the token 1 + i (no group here has more than 120 elements). Every target is asked. By default
-    no state head is told the product, as the answers are the states. In a stage L:M, words have only elements
-    that move at most M points: the alphabet grows. A sample is a word of 32 elements, or as many shorter words
-    as have 32 together: so the batches of all stages up to 32 are equally large."""
+    An element is one token, or `spell` of them: part p of element i is the token 256 + p n + i, where the
+    group has n elements. The product is asked after the last part, as the token of its part 0. By default no
+    state head is told it, as the answers are the states. In a stage L:M, words have only elements that move
+    at most M points: the alphabet grows. A sample is a word of 32 elements, or as many shorter words as have
+    32 together: so the batches of all stages up to 32 are equally large."""
     curriculum = "2 4 8 16 32"
-    settings = ("group",)
+    settings = ("group", "spell")
     n_slots = 1
     usual_states = "none"
 
-    def __init__(self, group="S5", **others):
+    def __init__(self, group="S5", spell=1, **others):
+        self.spell = spell
         self.elements, self.mul = closure(GROUPS[group])
         alphabet = GROUPS[group] if group == "S5swaps" else self.elements
         self.alphabet = [self.elements.index(element) for element in alphabet]
         self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)
-        super().__init__(**others)
+        names = [f"element {i}, part {part}" for part in range(spell) for i in range(self.n_classes)]
+        super().__init__(tokenizer=Tokenizer(names), **others)
 
     def letters(self, kind):
         """The numbers of the elements in words of a stage with this kind."""
@@ -582,16 +585,20 @@ class Group(Task):
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: tokens of a group are no text; give linear or none")
         words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
-        product = np.array(list(map(self.products, words)))
-        everywhere = np.ones(product.shape, bool)
-        return Batch(1 + np.array(words), 1 + product, everywhere, everywhere, state=product[..., None])
+        parts = self.n_classes * np.arange(self.spell)
+        tokens = 256 + np.array(words)[..., None] + parts               # (words, L, spell)
+        product = np.array(list(map(self.products, words)))[..., None]  # (words, L, 1)
+        last = tokens >= 256 + parts[-1]
+        target, state = np.where(last, 256 + product, PAD), np.where(last, product, -1)
+        tokens, target, last = (x.reshape(len(words), -1) for x in (tokens, target, last))
+        return Batch(tokens, target, last, last, state=state.reshape(*tokens.shape, 1))
 
     def check(self, stage):
         if stage.spacing != 1:
             raise ValueError(f"stage {stage}: every element of a word is asked, so write {stage.length}")
         if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
-            raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move at most M points; "
-                             "there must be two of them")
+            raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move at most M points, "
+                             "two of them or more")
 
     def beyond(self, last):
         return [Stage(last.length * factor) for factor in (1, 2, 4, 8)]
@@ -1322,6 +1329,7 @@ def main(argv=None):
     add("--moves", choices=["swap", "perm"], help="repl")
     add("--digits", type=int, help="arith: of each number")
     add("--group", choices=GROUPS, help="group")
+    add("--spell", type=int, help="group: tokens of an element")
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
     add("--file", help="of JSON lines, to read: calls for `trace`, traces for `prompts` and `score`")
     add("--functions", type=int, help="trace: make so many functions at random instead of reading a file")

@@ -10,7 +10,7 @@ The models: one language model, fourteen mixers, each an equation.
   deltaproduct      n_householder delta steps per token
   ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
   rotary_ssm        S_t = (1 - beta_t) R_t S_{t-1} + beta_t k_t v_t^T               R turns pairs of rows
-  block_diagonal    h_t = A_t h_{t-1}                                               A of dense 8x8 blocks
+  block_diagonal    h_t = A_t h_{t-1} / |A_t h_{t-1}|                               A of dense 8x8 blocks
   m2rnn             S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)       not linear in S
   lstm, gru, rnn    torch's own, not linear in the state either
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
@@ -174,9 +174,9 @@ def turn(x, angle):
 
 
 class RotarySSM(SSM):
-    """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token turns pairs of the state's rows
-    by angles of its choice. To turn the state is to turn k and q by the sum of all angles so far. State: the
-    scan's, and that sum, (B, 1, D/2)."""
+    """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token turns pairs of rows of the
+    state by angles of its choice. To turn the state is to turn k and q by the sum of all angles so far.
+    State: the scan's, and that sum, (B, 1, D/2)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -194,8 +194,9 @@ class RotarySSM(SSM):
 # The others. Those with a loop over time are slow: they have no scan (block_diagonal), or there can be none.
 
 class BlockDiagonal(nn.Module):
-    """h_t = A_t h_{t-1}: A_t, linear in the token, consists of dense blocks with columns of unit length
-    (bilinear RNN, 2505.21749). Nothing is added, so h_0 is learned. State: h, (B, D/4, 8)."""
+    """A bilinear RNN (2505.21749): h_t = A_t h_{t-1}, where A_t consists of dense 8x8 blocks, linear in the
+    token. Nothing is added, so h_0 is learned. A block's part of h is scaled to length 1 at every step, as
+    products of many A_t overflow. State: h, (B, D/4, 8)."""
     size = 8
 
     def __init__(self, cfg):
@@ -209,7 +210,7 @@ class BlockDiagonal(nn.Module):
     def forward(self, x, h=None):
         blocks = self.to_blocks(x).unflatten(-1, (-1, self.size, self.size))
         h, read = self.start.expand(len(x), -1, -1) if h is None else h, []
-        for A in F.normalize(blocks, dim=-2).unbind(1):                 # (B, D/4, 8, 8)
+        for A in blocks.unbind(1):                                      # (B, D/4, 8, 8)
             h = F.normalize((A @ h[..., None])[..., 0], dim=-1)
             read.append(h)
         return self.out(self.norm(torch.stack(read, 1).flatten(2))), h
@@ -265,8 +266,8 @@ class Attention(nn.Module):
 
 
 class PaTH(Attention):
-    """PaTH attention (2505.16381): positions are reflections, chosen by the tokens. A key of token s meets the
-    query of t as H_t ... H_{s+1} k_s, H = I - beta w w^T. State: such keys, and the values, as above."""
+    """PaTH attention (2505.16381): reflections, chosen by the tokens, instead of positions. The query of token
+    t sees the key of token s as H_t ... H_{s+1} k_s, H = I - beta w w^T. State: such keys, and the values."""
 
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -266,7 +266,7 @@ def scores(args):
                  f"Accuracy in %, chance {chance_of(result):.0%}")
 
 
-HOLDS = {   # the groups that one layer of a model can hold in words of any length; see `ladder` for the sources
+HOLDS = {   # the groups that one layer can hold in words of any length, says theory; sources: see `ladder`
     "deltanet, [-1, 1]": "Z2 S5swaps", "deltanet, [0, 1]": "",
     "deltaproduct, 2": "Z2 S5swaps S3 S4 Z60 A5", "deltaproduct, 4": "Z2 S5swaps S3 S4 Z60 A5 S5",
     "ssm, [-1, 1]": "Z2", "ssm, [0, 1]": "", "rotary_ssm": "Z2 Z60", "transformer": "",

@@ -64,6 +64,7 @@ class Config:
     n_vars: int = 5                # repl, listperm, pfsa: how many variables
     moves: str = "perm"            # repl: a command is a perm(utation) of all variables, or a swap of two
     group: str = "S5"              # group: one of data.py's GROUPS
+    spell: int = 1                 # group: tokens of an element
     digits: int = 2                # arith: of each number
     trace_file: str = ""           # trace: what `data.py trace` made; none: functions made at random
     curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own
