@@ -111,8 +111,8 @@ CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": GROUPS, "dtype": D
            "optimizer": ["muon", "adamw"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": ["auto", "cuda", "mps", "cpu"]}
-MAY_BE_ZERO = ["params", "conv", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown", "stage_samples",
-               "until", "seed"]
+MAY_BE_ZERO = ["params", "conv", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown",
+               "stage_samples", "until", "seed"]
 FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]   # --eval may change them
 SEGMENT = 2048                        # tokens evaluated at once; the state is carried to the next segment
 COLUMNS = "step samples seconds stage lr loss next reveal state accuracy held_out".split()
