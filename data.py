@@ -538,11 +538,12 @@ def closure(generators):
 class Group(Task):
     """Words over a finite group: elements g_1 g_2 ...; after each, its product with those before is asked.
 
-    An element is one token, or `spell` of them: part p of element i is the token 256 + p n + i, where the
-    group has n elements. The product is asked after the last part, as the token of its part 0. By default no
-    state head is told it, as the answers are the states. In a stage L:M, words have only elements that move
-    at most M points: the alphabet grows. A sample is a word of 32 elements, or as many shorter words as have
-    32 together: so the batches of all stages up to 32 are equally large."""
+    A word begins with the token 256, at which a recurrence can set up its state. An element is one token, or
+    `spell` of them: part p of element i is the token 257 + p n + i, where the group has n elements. The
+    product is asked after the last part, as the token of its part 0. By default no state head is told it, as
+    the answers are the states. In a stage L:M, words have only elements that move at most M points: the
+    alphabet grows. A sample is a word of 32 elements, or as many shorter words as have 32 together: so the
+    batches of all stages up to 32 are about equally large."""
     curriculum = "2 4 8 16 32"
     settings = ("group", "spell")
     n_slots = 1
@@ -556,7 +557,7 @@ class Group(Task):
         self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)
         names = [f"element {i}, part {part}" for part in range(spell) for i in range(self.n_classes)]
-        super().__init__(tokenizer=Tokenizer(names), **others)
+        super().__init__(tokenizer=Tokenizer(["start", *names]), **others)
 
     def letters(self, kind):
         """The numbers of the elements in words of a stage with this kind."""
@@ -585,13 +586,17 @@ class Group(Task):
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: tokens of a group are no text; give linear or none")
         words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
+
+        def row(first, x):
+            """(words, L, spell) -> (words, 1 + L spell), `first` at the start token."""
+            return np.insert(x.reshape(len(words), -1), 0, first, axis=1)
+
         parts = self.n_classes * np.arange(self.spell)
-        tokens = 256 + np.array(words)[..., None] + parts               # (words, L, spell)
+        tokens = 257 + np.array(words)[..., None] + parts               # (words, L, spell)
         product = np.array(list(map(self.products, words)))[..., None]  # (words, L, 1)
-        last = tokens >= 256 + parts[-1]
-        target, state = np.where(last, 256 + product, PAD), np.where(last, product, -1)
-        tokens, target, last = (x.reshape(len(words), -1) for x in (tokens, target, last))
-        return Batch(tokens, target, last, last, state=state.reshape(*tokens.shape, 1))
+        last = tokens >= 257 + parts[-1]
+        target, state = row(PAD, np.where(last, 257 + product, PAD)), row(-1, np.where(last, product, -1))
+        return Batch(row(256, tokens), target, row(False, last), row(False, last), state=state[..., None])
 
     def check(self, stage):
         if stage.spacing != 1:

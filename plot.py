@@ -268,7 +268,8 @@ def scores(args):
 
 HOLDS = {   # the groups that one layer can hold in words of any length, says theory; sources: see `ladder`
     "deltanet, [-1, 1]": "Z2 S5swaps", "deltanet, [0, 1]": "",
-    "deltaproduct, 2": "Z2 S5swaps S3 S4 Z60 A5", "deltaproduct, 4": "Z2 S5swaps S3 S4 Z60 A5 S5",
+    "deltaproduct, n_householder 2": "Z2 S5swaps S3 S4 Z60 A5",
+    "deltaproduct, n_householder 4": "Z2 S5swaps S3 S4 Z60 A5 S5",
     "ssm, [-1, 1]": "Z2", "ssm, [0, 1]": "", "rotary_ssm": "Z2 Z60", "transformer": "",
     **dict.fromkeys(["block_diagonal", "m2rnn", "lstm", "gru"], "Z2 S5swaps S3 S4 Z60 A5 S5"),
 }

@@ -338,19 +338,20 @@ def test_groups_have_their_order_and_targets_are_products(name, spell):
     assert (np.sort(mul) == np.arange(ORDERS[name])).all()                # in no row is anything twice
     assert (mul == mul.T).all() == (name in ("Z2", "Z60"))                # abelian
     batch, _ = make(task, "40", 30)
-    assert batch.tokens.shape == (30, 40 * spell) and batch.tokens.max() < len(task.tokenizer)
-    for word, products in zip(batch.tokens - 256, batch.target - 256):
+    assert batch.tokens.shape == (30, 1 + 40 * spell) and batch.tokens.max() < len(task.tokenizer)
+    assert (batch.tokens[:, 0] == 256).all()
+    for word, products in zip(batch.tokens[:, 1:] - 257, batch.target - 257):
         points = list(range(len(task.elements[0])))
         for i in range(40):
             parts = [divmod(part, ORDERS[name]) for part in word[i * spell:(i + 1) * spell]]
             assert parts == [(part, parts[0][1]) for part in range(spell)]
             points = [task.elements[parts[0][1]][x] for x in points]
-            assert task.elements[products[i * spell + spell - 1]] == tuple(points)
-    asked = np.arange(40 * spell) % spell == spell - 1
+            assert task.elements[products[(i + 1) * spell]] == tuple(points)
+    asked = np.isin(np.arange(1 + 40 * spell), np.arange(spell, 1 + 40 * spell, spell))
     assert (batch.asked == asked).all() and (batch.line_end == asked).all()
     assert (batch.target[~batch.asked] == PAD).all() and (batch.state[~batch.asked] == -1).all()
-    assert (batch.state[..., 0] == batch.target - 256)[batch.asked].all()
-    letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens - 256) if i < ORDERS[name]]
+    assert (batch.state[..., 0] == batch.target - 257)[batch.asked].all()
+    letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens - 257) if 0 <= i < ORDERS[name]]
     assert len(letters) == (10 if name == "S5swaps" else ORDERS[name])
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
 
@@ -368,7 +369,7 @@ def test_a_stage_of_a_group_says_how_many_points_a_letter_may_move(name, kind, c
     task = Group(name)
     task.check(Stage(16, 1, kind))
     batch, _ = make(task, f"16:{kind}", 400)
-    assert len(np.unique(batch.tokens)) == count
+    assert len(np.unique(batch.tokens[:, 1:])) == count
 
 
 # ----------------------------------------------------------------------------------------------------------
