@@ -266,8 +266,9 @@ class Attention(nn.Module):
 
 
 class PaTH(Attention):
-    """PaTH attention (2505.16381): reflections, chosen by the tokens, instead of positions. The query of token
-    t sees the key of token s as H_t ... H_{s+1} k_s, H = I - beta w w^T. State: such keys, and the values."""
+    """PaTH attention (2505.16381): reflections, chosen by the tokens, instead of positions. The query of
+    token t sees the key of token s as H_t ... H_{s+1} k_s, H = I - beta w w^T. State: such keys, and the
+    values."""
 
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -362,8 +362,8 @@ def test_samples_of_a_group_have_32_elements_together(stage, words):
 
 
 @pytest.mark.parametrize("name, kind, count", [
-    ("S5", "2", 1 + 10), ("S5", "3", 1 + 10 + 20), ("S5", "4", 120 - 44), ("S5", "5", 120), ("A5", "3", 1 + 20),
-    ("S5swaps", "2", 10), ("S4", "2", 1 + 6), ("Z60", "3", 3)])
+    ("S5", "2", 1 + 10), ("S5", "3", 1 + 10 + 20), ("S5", "4", 120 - 44), ("S5", "5", 120),
+    ("A5", "3", 1 + 20), ("S5swaps", "2", 10), ("S4", "2", 1 + 6), ("Z60", "3", 3)])
 def test_a_stage_of_a_group_says_how_many_points_a_letter_may_move(name, kind, count):
     """Counted by hand: the identity, transpositions, 3-cycles; 44 of S5 move all five points."""
     task = Group(name)
