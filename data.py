@@ -544,7 +544,7 @@ class Group(Task):
     the answers are the states. In a stage L:M, words have only elements that move at most M points: the
     alphabet grows. A sample is a word of 32 elements, or as many shorter words as have 32 together: so the
     batches of all stages up to 32 are about equally large."""
-    curriculum = "2 4 8 16 32"
+    curriculum = "8 16 32"
     settings = ("group", "spell")
     n_slots = 1
     usual_states = "none"

@@ -356,6 +356,13 @@ def test_groups_have_their_order_and_targets_are_products(name, spell):
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_group_has_words_for_its_usual_stages(name):
+    for stage in parse_stages(Group.curriculum):
+        for split in ("train", "test"):
+            assert len(Group(name).batch(0, split, stage, 0, 8).tokens)
+
+
 @pytest.mark.parametrize("stage, words", [("2", 48), ("8", 12), ("24", 3), ("32", 3), ("100", 3)])
 def test_samples_of_a_group_have_32_elements_together(stage, words):
     assert make(Group("S3"), stage, 3)[0].tokens.shape[0] == words
