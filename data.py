@@ -602,8 +602,8 @@ class Group(Task):
         if stage.spacing != 1:
             raise ValueError(f"stage {stage}: every element of a word is asked, so write {stage.length}")
         if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
-            raise ValueError(f"stage {stage}: write {stage.length}:M for words of elements that move at most M "
-                             "points, two of them or more")
+            raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move at most M points; "
+                             "the group needs two of them")
 
     def beyond(self, last):
         return [Stage(last.length * factor) for factor in (1, 2, 4, 8)]

@@ -72,8 +72,8 @@ class ShortConv(nn.Module):
 class LinearAttention(nn.Module):
     """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
 
-    Also the frame of the next five: q, k, v from a projection and SiLU; q and k of unit length; a scan; a
-    norm on its output. State: the scan's, (B, H, K, V) in fp32."""
+    Also the frame of all that have such an S: q, k, v from a projection and SiLU; q and k of unit length; a
+    scan; a norm on its output. State: the scan's, (B, H, K, V) in fp32."""
     steps = 1                                                           # keys and values per token
 
     def __init__(self, cfg):
@@ -226,7 +226,7 @@ class M2RNN(LinearAttention):
 
     def scan(self, x, q, k, v, S):
         f = torch.sigmoid(self.to_forget(x).float())[..., None, None]   # (B, T, H, 1, 1)
-        S, read = 0 * k[:, 0, :, :, None] * v[:, 0, :, None] if S is None else S, []
+        S, read = x.new_zeros(len(x), *self.within.shape) if S is None else S, []
         for t in range(x.shape[1]):
             write = k[:, t, :, :, None] * v[:, t, :, None]              # (B, H, K, V)
             S = f[:, t] * S + (1 - f[:, t]) * torch.tanh(S @ self.within + write)

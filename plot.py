@@ -268,10 +268,10 @@ def scores(args):
 
 HOLDS = {   # the groups that one layer can hold in words of any length, says theory; sources: see `ladder`
     "deltanet, [-1, 1]": "Z2 S5swaps", "deltanet, [0, 1]": "",
-    "deltaproduct, n_householder 2": "Z2 S5swaps S3 S4 Z60 A5",
-    "deltaproduct, n_householder 4": "Z2 S5swaps S3 S4 Z60 A5 S5",
+    "deltaproduct, n_householder 2": "Z2 Z60 S5swaps S3 S4 A5",
+    "deltaproduct, n_householder 4": "Z2 Z60 S5swaps S3 S4 A5 S5",
     "ssm, [-1, 1]": "Z2", "ssm, [0, 1]": "", "rotary_ssm": "Z2 Z60", "transformer": "",
-    **dict.fromkeys(["block_diagonal", "m2rnn", "lstm", "gru"], "Z2 S5swaps S3 S4 Z60 A5 S5"),
+    **dict.fromkeys(["block_diagonal", "m2rnn", "lstm", "gru"], "Z2 Z60 S5swaps S3 S4 A5 S5"),
 }
 
 
@@ -280,21 +280,22 @@ def ladder(args):
     one layer can hold the group at any length: real eigenvalues (2411.12537), products of reflections
     (2502.10297), diagonal models (2603.01959), any state machine for those that are not linear."""
     found = defaultdict(list)
-    for name, runs in load(args, aside=["group", "curriculum", "learning_rate"]).items():
+    for name, runs in load(args, aside=["group", "curriculum", "learning_rate", "max_samples"]).items():
         for result in runs:
             found[name, result["config"]["group"]].append(result)
-    groups = sorted({group for _, group in found}, key="Z2 S5swaps S3 S4 Z60 A5 S5".split().index)
+    groups = sorted({group for _, group in found}, key="Z2 Z60 S5swaps S3 S4 A5 S5".split().index)
     names = list(dict.fromkeys(name for name, _ in found))
     figure, axes = plt.subplots(figsize=(9, 1 + len(names) / 2))
     shade = np.zeros((len(names), len(groups)))
     for (name, group), runs in found.items():
         i, j = names.index(name), groups.index(group)
-        stages = [row["stage"] for row in runs[0]["eval"]]
+        lengths = [row["stage"].split("x")[0] for row in runs[0]["eval"]]
         by_seed = [[row["accuracy"] for row in result["eval"]] for result in runs]
         at, far, *_ = np.median(by_seed, 0)                         # the trained length, and 4 times that
         shade[i, j] = 2 if far >= 0.95 else at >= 0.95
         best = max((result["passed"] for result in runs), key=len)
-        words = f"{at:.0%}, {far:.0%}" if shade[i, j] else best[-1]["stage"] if best else "-"
+        stage = best[-1]["stage"].replace("x1", "") if best else "-"
+        words = f"{at:.0%}, {far:.0%}" if shade[i, j] else f"[{stage}]"
         axes.text(j, i, words, ha="center", va="center", fontsize=8)
         if group in HOLDS.get(name, "").split():
             axes.plot(j - 0.42, i - 0.33, "ks", markersize=5)
@@ -303,7 +304,7 @@ def ladder(args):
     axes.set_xticks(range(len(groups)), groups)
     axes.set_yticks(range(len(names)), names)
     return finish(axes, "the group; a square: one layer can hold it, says theory", "",
-                  f"Accuracy in words of {stages[0]} and {stages[1]} letters; else, the last stage passed")
+                  f"Accuracy in words of {lengths[0]} and {lengths[1]} elements, or [the last stage passed]")
 
 
 def spacing(args):

@@ -2775,7 +2775,7 @@ def test_the_ladder_has_a_column_a_group_and_says_how_far_each_model_came():
     assert ticks(axes.yaxis) == ["lstm", "ssm, [-1, 1]", "ssm, [0, 1]"]
     assert np.array_equal(axes.images[0].get_array(), [[1, 2, 0], [2, 0, 0], [0, 0, 0]])
     words = Counter(text.get_text() for text in axes.texts)
-    assert words == {"100%, 80%": 1, "100%, 96%": 1, "4x1": 1, "100%, 100%": 1, "-": 2}
+    assert words == {"100%, 80%": 1, "100%, 96%": 1, "[4]": 1, "100%, 100%": 1, "[-]": 2}
     squares = {(round(line.get_xdata()[0]), round(line.get_ydata()[0])) for line in axes.lines}
     assert squares == {(0, 0), (1, 0), (2, 0), (0, 1)}
 
