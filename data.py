@@ -536,14 +536,14 @@ def closure(generators):
 
 
 class Group(Task):
-    """Words over a finite group: elements g_1 g_2 ...; after each, its product with those before is asked.
+    """Words over a finite group: elements g_1 g_2 ...; after each, the product so far is asked.
 
     A word begins with the token 256, at which a recurrence can set up its state. An element is one token, or
     `spell` of them: part p of element i is the token 257 + p n + i, where the group has n elements. The
-    product is asked after the last part, as the token of its part 0. By default no state head is told it, as
-    the answers are the states. In a stage L:M, words have only elements that move at most M points: the
-    alphabet grows. A sample is a word of 32 elements, or as many shorter words as have 32 together: so the
-    batches of all stages up to 32 are about equally large."""
+    product is asked after the last part; the answer is the first token of that element. By default no state
+    head is told it, as the answers are the states. In a stage L:M, words have only elements that move at most
+    M points: the alphabet grows. A sample is 32 // L words of length L, at least one: so the batches of all
+    stages up to 32 are about equally large."""
     curriculum = "8 16 32"
     settings = ("group", "spell")
     n_slots = 1
@@ -602,8 +602,8 @@ class Group(Task):
         if stage.spacing != 1:
             raise ValueError(f"stage {stage}: every element of a word is asked, so write {stage.length}")
         if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
-            raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move at most M points; "
-                             "the group needs two of them")
+            raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move up to M points, "
+                             "and there must be two of them")
 
     def beyond(self, last):
         return [Stage(last.length * factor) for factor in (1, 2, 4, 8)]

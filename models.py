@@ -10,11 +10,11 @@ The models: one language model, fourteen mixers, each an equation.
   deltaproduct      n_householder delta steps per token
   ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
   rotary_ssm        S_t = (1 - beta_t) R_t S_{t-1} + beta_t k_t v_t^T               R turns pairs of rows
-  block_diagonal    h_t = A_t h_{t-1} / |A_t h_{t-1}|                               A of dense 8x8 blocks
+  block_diagonal    h_t = A_t h_{t-1}, blocks of h scaled to length 1               A of dense 8x8 blocks
   m2rnn             S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)       not linear in S
   lstm, gru, rnn    torch's own, not linear in the state either
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
-  path              the same; between a key and a query lie reflections instead of positions
+  path              softmax attention without positions; a key is multiplied by I - beta w w^T of later tokens
 
 All with an S read o_t = S_t^T q_t and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
 reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. In front
@@ -175,8 +175,8 @@ def turn(x, angle):
 
 class RotarySSM(SSM):
     """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token turns pairs of rows of the
-    state by angles of its choice. To turn the state is to turn k and q by the sum of all angles so far.
-    State: the scan's, and that sum, (B, 1, D/2)."""
+    state by angles of its choice. Instead of the state, k and q are turned, by the sum of all angles so far
+    (R_t above turns by minus the angle). State: the scan's, not turned, and that sum, (B, 1, D/2)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -191,7 +191,7 @@ class RotarySSM(SSM):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The others. Those with a loop over time are slow: they have no scan (block_diagonal), or there can be none.
+# The others. Those with a loop over time are slow.
 
 class BlockDiagonal(nn.Module):
     """A bilinear RNN (2505.21749): h_t = A_t h_{t-1}, where A_t consists of dense 8x8 blocks, linear in the
@@ -217,7 +217,7 @@ class BlockDiagonal(nn.Module):
 
 
 class M2RNN(LinearAttention):
-    """Mishra et al. 2603.14360: an RNN with tanh, whose state is as large as DeltaNet's."""
+    """Mishra et al. 2603.14360: an RNN with tanh, whose state is as large as DeltaNet's. f near 1 keeps."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -405,8 +405,9 @@ def init_weights(model):
     mixer.out, mlp.down             | the same / sqrt(2 n_layer): together they add a variance of 1
     head, linear state head         | zero: the first guess is uniform, the first loss log(vocabulary)
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
-    to_beta bias                    | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
     to_gate bias                    | 4: the gate starts at 0.98
+    every other bias                | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
+    within (m2rnn)                  | the identity
     lstm, gru, rnn                  | torch's, but 4 for the forget (gru: update) gate's bias_ih
     """
     for name, p in model.named_parameters():

@@ -364,7 +364,7 @@ def test_every_group_has_words_for_its_usual_stages(name):
 
 
 @pytest.mark.parametrize("stage, words", [("2", 48), ("8", 12), ("24", 3), ("32", 3), ("100", 3)])
-def test_samples_of_a_group_have_32_elements_together(stage, words):
+def test_three_samples_of_a_group_are_three_long_words_or_more_short_ones(stage, words):
     assert make(Group("S3"), stage, 3)[0].tokens.shape[0] == words
 
 
@@ -1784,6 +1784,8 @@ def test_block_diagonal_multiplies_a_learned_start_by_matrices():
             for n in range(8):
                 want = torch.linalg.multi_dot([*A[b, :, n].flip(0), mixer.start[n]])
                 assert torch.allclose(h[b, n], want / want.norm())
+        _, h = mixer.float()(100 * torch.randn(1, 500, 32))                   # products that would overflow
+        assert torch.allclose(h.norm(dim=-1), torch.ones(1, 8))
 
 
 def test_path_attention_is_a_softmax_over_keys_behind_products_of_reflections():
@@ -2778,6 +2780,8 @@ def test_the_ladder_has_a_column_a_group_and_says_how_far_each_model_came():
     assert words == {"100%, 80%": 1, "100%, 96%": 1, "[4]": 1, "100%, 100%": 1, "[-]": 2}
     squares = {(round(line.get_xdata()[0]), round(line.get_ydata()[0])) for line in axes.lines}
     assert squares == {(0, 0), (1, 0), (2, 0), (0, 1)}
+    [axes] = plot.ladder(of(on("Z2", 1.0, 1.0, "deltanet"), on("S3", 1.0, 1.0))).axes     # also where none ran
+    assert [round(line.get_xdata()[0]) for line in axes.lines] == [0, 0, 1]
 
 
 def test_samples_to_perfect_have_a_panel_a_model_and_a_cross_where_the_end_was_not_reached():
