@@ -279,10 +279,10 @@ def ladder(args):
     width, one layer holds the group at any length: real eigenvalues (2411.12537), products of reflections
     (2502.10297), diagonal models (2603.01959), any state machine for those that are not linear."""
     found = defaultdict(list)
-    for name, runs in load(args, aside=["group", "curriculum", "learning_rate", "max_samples"]).items():
+    for name, runs in load(args, aside=["group", "curriculum", "max_samples"]).items():
         for result in runs:
             found[name, result["config"]["group"]].append(result)
-    groups = sorted({group for _, group in found}, key="Z2 Z60 S5swaps S3 S4 A5 S5".split().index)
+    groups = sorted({group for _, group in found}, key="Z2 Z60 S5swaps S3 S4 A4xZ5 A5 S5".split().index)
     names = list(dict.fromkeys(name for name, _ in found))
     figure, axes = plt.subplots(figsize=(9, 1 + len(names) / 2))
     shade, holds = np.zeros((len(names), len(groups))), {}
