@@ -540,10 +540,10 @@ class Group(Task):
 
     A word begins with the token 256, at which a recurrence can set up its state. An element is one token, or
     `spell` of them: part p of element i is the token 257 + p n + i, where the group has n elements. The
-    product is asked after the last part; the answer is the first token of that element. By default no state
-    head is told it, as the answers are the states. In a stage L:M, words have only elements that move at most
-    M points: the alphabet grows. A sample is 32 // L words of length L, at least one: so the batches of all
-    stages up to 32 are about equally large."""
+    product is asked after the last part; if it is element i, the answer is the token 257 + i. By default
+    there is no state head, as the answers are the states. In a stage L:M, words have only elements that move
+    at most M points: the alphabet grows. A sample is 32 // L words of length L, at least one: so the batches
+    of all stages up to 32 are about equally large."""
     curriculum = "8 16 32"
     settings = ("group", "spell")
     n_slots = 1
@@ -594,16 +594,16 @@ class Group(Task):
         parts = self.n_classes * np.arange(self.spell)
         tokens = 257 + np.array(words)[..., None] + parts               # (words, L, spell)
         product = np.array(list(map(self.products, words)))[..., None]  # (words, L, 1)
-        last = tokens >= 257 + parts[-1]
-        target, state = row(PAD, np.where(last, 257 + product, PAD)), row(-1, np.where(last, product, -1))
-        return Batch(row(256, tokens), target, row(False, last), row(False, last), state=state[..., None])
+        asked = tokens >= 257 + parts[-1]                               # at an element's last part
+        target, state = row(PAD, np.where(asked, 257 + product, PAD)), row(-1, np.where(asked, product, -1))
+        return Batch(row(256, tokens), target, row(False, asked), row(False, asked), state=state[..., None])
 
     def check(self, stage):
         if stage.spacing != 1:
             raise ValueError(f"stage {stage}: every element of a word is asked, so write {stage.length}")
         if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
             raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move up to M points, "
-                             "and there must be two of them")
+                             "of which there must be two or more")
 
     def beyond(self, last):
         return [Stage(last.length * factor) for factor in (1, 2, 4, 8)]
