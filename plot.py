@@ -266,18 +266,21 @@ def scores(args):
                  f"Accuracy in %, chance {chance_of(result):.0%}")
 
 
-HOLDS = {   # the groups that one layer can hold, by model and beta_max (deltaproduct: reflections a token)
-    "deltanet 2": "Z2 S5swaps", "ssm 2": "Z2", "rotary_ssm 2": "Z2 Z60",
-    "deltaproduct 2": "Z2 Z60 S5swaps S3 S4 A5", "deltaproduct 4": "Z2 Z60 S5swaps S3 S4 A5 S5",
-    **dict.fromkeys(["block_diagonal 2", "m2rnn 2", "lstm 2", "gru 2"], "Z2 Z60 S5swaps S3 S4 A5 S5"),
+HOLDS = {   # the groups that one layer can hold in theory, with exact arithmetic and enough width
+    "deltanet": "Z2 S5swaps",                               # one reflection a token (2411.12537)
+    "deltaproduct 2": "Z2 Z60 S5swaps S3 S4 A5",            # two make a rotation (2502.10297)
+    "deltaproduct 4": "Z2 Z60 S5swaps S3 S4 A5 S5",         # four make a cycle of five
+    "ssm": "Z2",                                            # diagonal: signs (2603.01959)
+    "rotary_ssm": "Z2 Z60",                                 # diagonal: angles
+    **dict.fromkeys(["block_diagonal", "m2rnn", "lstm", "gru"], "Z2 Z60 S5swaps S3 S4 A5 S5"),
 }
 
 
 def ladder(args):
-    """Word problems: how far a model came, a column per group. Dark: 95 % in words of 4 times the trained
-    length; light: only in those of the trained length. A square: in theory, with exact arithmetic and enough
-    width, one layer holds the group at any length: real eigenvalues (2411.12537), products of reflections
-    (2502.10297), diagonal models (2603.01959), any state machine for those that are not linear."""
+    """Word problems: how far a model came, a column per group. In a cell: accuracy in words of the trained
+    length and of 4 times that, and [the last stage passed] if it is not the last one of training. Dark: 95 %
+    at 4 times the trained length; middle: only at the trained length; pale: at neither; white: not run. A
+    square: in HOLDS."""
     found = defaultdict(list)
     for name, runs in load(args, aside=["group", "curriculum", "max_samples"]).items():
         for result in runs:
@@ -285,29 +288,31 @@ def ladder(args):
     groups = sorted({group for _, group in found}, key="Z2 Z60 S5swaps S3 S4 A4xZ5 A5 S5".split().index)
     names = list(dict.fromkeys(name for name, _ in found))
     figure, axes = plt.subplots(figsize=(9, 1 + len(names) / 2))
-    shade, holds = np.zeros((len(names), len(groups))), {}
+    shade, holds = np.full((len(names), len(groups)), np.nan), {}
     for (name, group), runs in found.items():
         i, j = names.index(name), groups.index(group)
         lengths = [row["stage"].split("x")[0] for row in runs[0]["eval"]]
         by_seed = [[row["accuracy"] for row in result["eval"]] for result in runs]
-        at, far, *_ = np.median(by_seed, 0)                         # the trained length, and 4 times that
-        shade[i, j] = 2 if far >= 0.95 else at >= 0.95
+        at, far, *_ = np.median(by_seed, 0).round(2)                # the trained length, and 4 times that
+        shade[i, j] = int(at >= 0.95) + int(far >= 0.95)
+        words = f"{at:.0%}, {far:.0%}"
         best = max((result["passed"] for result in runs), key=len)
-        stage = best[-1]["stage"].replace("x1", "") if best else "-"
-        words = f"{at:.0%}, {far:.0%}" if shade[i, j] else f"[{stage}]"
+        if not best or best[-1]["stage"] != str(trained(runs[0])):
+            words += f"\n[{best[-1]['stage'].replace('x1', '') if best else '-'}]"
         axes.text(j, i, words, ha="center", va="center", fontsize=8)
         config = runs[0]["config"]
-        detail = config["n_householder"] if "product" in name else config["beta_max"]
-        holds[i] = HOLDS.get(f"{config['model']} {detail:g}", "").split()
+        model = config["model"] + (f" {config['n_householder']}" if "product" in name else "")
+        holds[i] = HOLDS.get(model, "").split() if config["beta_max"] == 2 else []
     for i, j in np.ndindex(shade.shape):
         if groups[j] in holds[i]:
             axes.plot(j - 0.42, i - 0.33, "ks", markersize=5)
-    axes.imshow(shade, vmin=0, vmax=3, aspect="auto", cmap="Greens")
+    axes.imshow(shade, vmin=-0.3, vmax=3, aspect="auto", cmap="Greens")
     axes.grid(False)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_yticks(range(len(names)), names)
-    return finish(axes, "the group; a square: in theory, one layer can hold it", "",
-                  f"Accuracy in words of {lengths[0]} and {lengths[1]} elements, or [the last stage passed]")
+    legend = ("dark: 95 % in both; middle: in the shorter words; pale: in neither; white: not run\n"
+              "a square: in theory, one layer can hold it; [8]: the last stage that was passed")
+    return finish(axes, legend, "", f"Accuracy in words of {lengths[0]} and {lengths[1]} elements")
 
 
 def spacing(args):

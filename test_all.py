@@ -2766,19 +2766,21 @@ def test_spacing_is_drawn_at_the_trained_length():
 
 
 def test_the_ladder_has_a_column_a_group_and_says_how_far_each_model_came():
-    def on(group, at, far, model="lstm", passed=(), **settings):
+    def on(group, at, far, model="lstm", passed=("8x1", "16x1", "32x1"), **settings):
         rows = [{"stage": "32x1", "accuracy": at}, {"stage": "128x1", "accuracy": far}]
         found = result(task="group", group=group, model=model, rows=rows, **settings)
         return {**found, "passed": [{"stage": stage} for stage in passed]}
     [axes] = plot.ladder(of(on("S3", 0.9, 0.2), on("S3", 1.0, 0.98, seed=1), on("S3", 1.0, 0.96, seed=2),
                             on("Z2", 1.0, 0.8), on("A5", 0.02, 0.02, passed=["2x1", "4x1"]),
-                            on("Z2", 1.0, 1.0, "ssm"), on("S3", 0.2, 0.2, "ssm"),
-                            on("Z2", 0.5, 0.5, "ssm", beta_max=1.0))).axes
+                            on("Z2", 1.0, 1.0, "ssm"), on("S3", 0.2, 0.2, "ssm", passed=()),
+                            on("Z2", 0.9, 0.5, "ssm", beta_max=1.0))).axes
     assert ticks(axes.xaxis) == ["Z2", "S3", "A5"]
     assert ticks(axes.yaxis) == ["lstm", "ssm, [-1, 1]", "ssm, [0, 1]"]
-    assert np.array_equal(axes.images[0].get_array(), [[1, 2, 0], [2, 0, 0], [0, 0, 0]])
+    shades = np.ma.filled(axes.images[0].get_array(), np.nan)
+    assert np.array_equal(shades, [[1, 2, 0], [2, 0, np.nan], [0, np.nan, np.nan]], equal_nan=True)
     words = Counter(text.get_text() for text in axes.texts)
-    assert words == {"100%, 80%": 1, "100%, 96%": 1, "[4]": 1, "100%, 100%": 1, "[-]": 2}
+    assert words == {"100%, 80%": 1, "100%, 96%": 1, "2%, 2%\n[4]": 1, "100%, 100%": 1, "20%, 20%\n[-]": 1,
+                     "90%, 50%": 1}
     squares = {(round(line.get_xdata()[0]), round(line.get_ydata()[0])) for line in axes.lines}
     assert squares == {(0, 0), (1, 0), (2, 0), (0, 1)}
     [axes] = plot.ladder(of(on("Z2", 1.0, 1.0, "deltanet"), on("S3", 1.0, 1.0))).axes     # also where none ran
