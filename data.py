@@ -62,6 +62,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Tokenizer: the 256 bytes, and pieces of Python that would otherwise cost several tokens
 
 PAD = 0                                             # the byte NUL, after the end of a trace
+ASKED, TOLD = 1, 2                                  # marks of tokens: of an answer, of a state in the text
 LEXEMES = (
     ">>> ", "print('", "', ", ")\n", " = ", ", ",                                           # repl
     "assert ", " == ", " ^= ", " + ", " - ", "a[", "], a[", "] = a[", "  # ",               # programs
@@ -79,6 +80,7 @@ class Tokenizer:
         lexemes = [lexeme.encode() for lexeme in self.lexemes]
         self.pieces = [bytes([i]) for i in range(256)] + lexemes
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
+        self.newlines = {i for i, piece in enumerate(self.pieces) if piece.endswith(b"\n")}
         longest_first = sorted(lexemes, key=len, reverse=True)
         self.pattern = re.compile(b"|".join([*map(re.escape, longest_first), b"."]), re.DOTALL)
 
@@ -164,6 +166,7 @@ class Batch(NamedTuple):
     tokens: np.ndarray                    # (B, T) int64: what a model reads, PAD after a trace's end
     target: np.ndarray                    # (B, T) int64: what comes next, PAD if nothing does
     asked: np.ndarray                     # (B, T) bool: the target is part of an answer
+    told: np.ndarray                      # (B, T) bool: it is part of a state in the text, or its newline
     line_end: np.ndarray                  # (B, T) bool: the last token of a line
     state: np.ndarray | None = None       # (B, T, slots) int64: the state after that line, -1 if undefined
     state_text: np.ndarray | None = None  # (B, lines, W) int64: the same as text, PAD if a line has none
@@ -180,13 +183,14 @@ def pad(rows, value=PAD):
 
 
 @lru_cache(maxsize=100_000)
-def encode_line(tokenizer, text, answer):
-    """-> a line's tokens, and which of them are the answer. Tasks repeat a few hundred lines for ever."""
-    start = len(text.rstrip("\n")) - len(answer.rstrip("\n")) if answer else len(text)
-    before, asked = tokenizer.encode(text[:start]), tokenizer.encode(text[start:start + len(answer)])
-    after = tokenizer.encode(text[start + len(answer):])
-    marks = [False] * len(before) + [True] * len(asked) + [False] * len(after)
-    return before + asked + after, marks
+def encode_line(tokenizer, text, end, mark):
+    """-> a line's tokens, and a mark for each: `mark` if it is of `end`, the line's end with or without its
+    newline, else 0. Tasks repeat a few hundred lines for ever."""
+    start = len(text.rstrip("\n")) - len(end.rstrip("\n")) if end else len(text)
+    before, marked = tokenizer.encode(text[:start]), tokenizer.encode(text[start:start + len(end)])
+    after = tokenizer.encode(text[start + len(end):])
+    marks = [0] * len(before) + [mark] * len(marked) + [0] * len(after)
+    return before + marked + after, marks
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -277,22 +281,26 @@ class Task:
         return self.to_batch([self.draw(rng, stage, split) for _ in range(size)])
 
     def encode(self, lines):
-        """Lines -> a trace's tokens, which of them are asked, and where lines end."""
-        tokens, asked, ends = [], [], []
+        """Lines -> a trace's tokens, their marks (0, ASKED or TOLD), and where lines end."""
+        tokens, marks, ends = [], [], []
         for line in lines:
-            answer = f"{line.answer}\n" if line.answer and self.whole else line.answer
-            line_tokens, line_asked = encode_line(self.tokenizer, self.comment(line), answer)
-            if not self.whole and sum(line_asked) > 1:
-                raise ValueError(f"the answer {answer} has several tokens: set whole = True, ask once")
+            text, end, mark = self.comment(line), line.answer, ASKED
+            if text != line.text:
+                end, mark = f"{line.state}\n", TOLD
+            elif line.answer and self.whole:
+                end = f"{line.answer}\n"
+            line_tokens, line_marks = encode_line(self.tokenizer, text, end, mark)
+            if not self.whole and line_marks.count(ASKED) > 1:
+                raise ValueError(f"the answer {end} has several tokens: set whole = True, ask once")
             tokens += line_tokens
-            asked += line_asked
+            marks += line_marks
             ends.append(len(tokens) - 1)
-        return tokens, asked, ends
+        return tokens, marks, ends
 
     def to_batch(self, traces):
         """Lists of Lines -> Batch."""
-        tokens, asked, ends = zip(*map(self.encode, traces))
-        tokens, asked = pad(tokens), pad(asked) == 1
+        tokens, marks, ends = zip(*map(self.encode, traces))
+        tokens, marks = pad(tokens), np.roll(pad(marks), -1, 1)         # of the target, not of the token
         target = np.roll(tokens, -1, 1)
         target[:, -1] = PAD
         line_end, state = np.zeros(tokens.shape, bool), np.full((*tokens.shape, self.n_slots), -1)
@@ -300,7 +308,7 @@ class Task:
             line_end[b, ends[b]] = True
             if self.states == "linear":
                 state[b, ends[b]] = [line.state for line in lines]
-        batch = Batch(tokens, target, np.roll(asked, -1, 1), line_end)
+        batch = Batch(tokens, target, marks == ASKED, marks == TOLD, line_end)
         if self.states == "linear":
             return batch._replace(state=state)
         if self.states in ("transformer", "contrastive"):
@@ -313,7 +321,7 @@ class Task:
         rows = []
         for lines in traces:
             texts = [f"{line.state}\n" if line.state else "" for line in lines] + [""] * (most - len(lines))
-            rows += [encode_line(self.tokenizer, text, "")[0] for text in texts]
+            rows += [encode_line(self.tokenizer, text, "", 0)[0] for text in texts]
         return pad(rows).reshape(len(traces), most, -1)
 
 
@@ -596,7 +604,8 @@ class Group(Task):
         product = np.array(list(map(self.products, words)))[..., None]  # (words, L, 1)
         asked = tokens >= 257 + parts[-1]                               # at an element's last part
         target, state = row(PAD, np.where(asked, 257 + product, PAD)), row(-1, np.where(asked, product, -1))
-        return Batch(row(256, tokens), target, row(False, asked), row(False, asked), state=state[..., None])
+        asked = row(False, asked)
+        return Batch(row(256, tokens), target, asked, np.zeros_like(asked), asked, state=state[..., None])
 
     def check(self, stage):
         if stage.spacing != 1:
@@ -1160,45 +1169,64 @@ def score(path, completions, bins=(0, 5, 10, 20, 30, 50)):
 # trace as a task: functions made at random, or those of a file
 
 SIMPLE = [
-    "i += n", "i -= i", "i = i * n + i", "i = max(i, i)", "i = len(x)", "i = n", "i = s.count(q)",
-    "i = sum(x) % n", "x.append(i)", "x.sort()", "x.reverse()", "x = x[1:]", "x = x + [i, n]",
-    "x = [n + v for v in x]", "x = [i, i]", "s += q", "s = s[::-1]", "s = s[1:]", "s = s.upper()",
-    "s = s.replace(q, q)", "s = q + s", "s += str(i)",
+    "i += n", "i -= n", "i += i", "i -= i", "i = n", "i = max(i, i)", "i = i * n + i",
+    "i = len(x)", "i = sum(x) % n", "x.append(i)", "x.sort()", "x.reverse()", "x = x[1:]", "x = x + [i, n]",
+    "x = [n + v for v in x]", "x = [i, i]", "i = s.count(q)", "s += q", "s = s[::-1]", "s = s[1:]",
+    "s = s.upper()", "s = s.replace(q, q)", "s = q + s", "s += str(i)",
 ]
 HEADS = [
     "for i in range(n):", "for i in x:", "for s in s:", "while i > n:", "if i > n:", "if i % 2 == 0:",
     "if i in x:", "if len(x) > n:", "if q in s:",
 ]
+KINDS = {  # of code: which templates are of this kind. Those of none are "ints", one operation a line.
+    "branches": "^if", "loops": "^for|^while", "lists": r"\bx\b", "strings": r"\b[sq]\b", "products": r"\*",
+}
 
 
-def random_function(rng):
+def parse_code(text):
+    """'ints+branches' -> its kinds; 'all' -> all. Raises ValueError."""
+    kinds = ["ints", *KINDS] if text == "all" else text.split("+")
+    if "ints" not in kinds or not set(kinds) <= {"ints", *KINDS}:
+        raise ValueError(f"--code {text}: give all, or ints, or ints+ some of {', '.join(KINDS)}")
+    return kinds
+
+
+def random_function(rng, code="all", lines=3):
     """-> the source of a function of ints, lists of ints and strings, and of arguments. rng: a random.Random.
 
-    In the templates above, i becomes an int's name, x a list's, s a string's, n a digit, q a letter."""
+    In the templates above, i becomes an int's name, x a list's, s a string's, n a digit, q a letter. `code`
+    names kinds of them. At most so many `lines` are not indented."""
     words = {"i": "abc", "x": "xy", "s": "st", "n": "12345", "q": ["'a'", "'b'", "'c'"]}
+    kinds = parse_code(code)
+
+    def allowed(templates):
+        return [one for one in templates
+                if not any(re.search(KINDS[kind], one) for kind in KINDS if kind not in kinds)]
+
+    simple, heads = allowed(SIMPLE), allowed(HEADS)
 
     def write(templates):
         return re.sub(r"\b[ixsnq]\b", lambda word: rng.choice(words[word[0]]), rng.choice(templates))
 
-    def block(indent, loop=False):
-        for _ in range(rng.randint(1, 3)):
-            if rng.random() < 0.6 or len(indent) > 8:
-                yield indent + write(SIMPLE)
+    def block(indent, most=3, loop=False):
+        for _ in range(rng.randint(1, most)):
+            if not heads or rng.random() < 0.6 or len(indent) > 8:
+                yield indent + write(simple)
                 continue
-            head, inside = write(HEADS), indent + "    "
+            head, inside = write(heads), indent + "    "
             yield indent + head
             if not head.startswith("if"):
-                yield inside + write(SIMPLE)                              # so that 50 steps end any loop
+                yield inside + write(simple)                              # so that 50 steps end any loop
                 yield from block(inside, loop=True)
             elif loop and rng.random() < 0.5:
                 yield inside + rng.choice(["break", "continue"])
             else:
-                yield from block(inside, loop)
+                yield from block(inside, loop=loop)
             if rng.random() < 0.3:
                 yield indent + "else:"
-                yield inside + write(SIMPLE)
+                yield inside + write(simple)
 
-    body = "\n".join(block("    "))
+    body = "\n".join(block("    ", lines))
     values = {name: rng.randint(0, 9) for name in "abc"}
     values |= {name: rng.choices(range(10), k=3) for name in "xy"}
     values |= {name: "".join(rng.choices("abc", k=3)) for name in "st"}
@@ -1208,37 +1236,38 @@ def random_function(rng):
     return f"def f({', '.join(names)}):\n{body}\n    return {result}", arguments
 
 
-def random_rows(rng, split=""):
-    """Rows of functions made at random, of one split or of both, without end."""
+def random_rows(rng, code="all", lines=3):
+    """Rows of functions made at random, without end."""
     for number in count():
-        source, arguments = random_function(rng)
-        if split in ("", "test" if is_test(source) else "train"):
-            with contextlib.suppress(Rejected):
-                yield unroll({"id": f"random {number}", "code": source, "input": arguments})
+        source, arguments = random_function(rng, code, lines)
+        with contextlib.suppress(Rejected):
+            yield unroll({"id": f"random {number}", "code": source, "input": arguments})
 
 
-def write_functions(n, out, seed=0, overwrite=False):
+def write_functions(n, out, code="all", seed=0, overwrite=False):
     """Write n rows of functions made at random. Raises ValueError."""
+    parse_code(code)
     with new_file(out, overwrite) as file:
-        for row in islice(random_rows(random.Random(seed)), n):
+        for row in islice(random_rows(random.Random(seed), code), n):
             file.write(json.dumps(row) + "\n")
 
 
 class Trace(Task):
     """The trace of a function (P2 section 2): its assert asks for the output. State: its variables, as text.
 
-    Functions are made at random, or are those of trace_file, of which nothing is executed again. Stage L:
-    L lines before the assert; L:M: M to L. What is held out is a function, with all its inputs."""
+    Functions are made at random, of the kinds of `code`, or are those of trace_file, of which nothing is
+    executed again. Stage L: L lines before the assert; L:M: M to L. What is held out are the lines that run,
+    with all inputs."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
     whole = True
-    settings = ("trace_file",)
+    settings = ("trace_file", "code")
 
-    def __init__(self, trace_file="", **others):
+    def __init__(self, trace_file="", code="all", **others):
         super().__init__(**others)
-        self.trace_file, self.rows = trace_file, {"train": [], "test": []}
-        for row in read_traces(trace_file) if trace_file else []:
-            self.rows["test" if is_test(row["source"]) else "train"].append(row)
+        parse_code(code)
+        self.trace_file, self.code = trace_file, code
+        self.rows = read_traces(trace_file) if trace_file else []
 
     def beyond(self, last):
         return [last]
@@ -1246,18 +1275,26 @@ class Trace(Task):
     def chance(self, stage):
         return super().chance(stage, programs=100)
 
+    def fits(self, row, stage, split):
+        """Whether a row is of this stage and split."""
+        if not int(stage.kind or stage.length) <= len(row["states"]) <= stage.length:
+            return False
+        _, lines, last = split_trace(row)
+        given = len(lines) - row["steps"]                                 # 1 if it begins with arguments
+        program = "\n".join(lines[given:]) or last.rpartition(" == ")[0]
+        return is_test(program) == (split == "test")
+
     @lru_cache(maxsize=100)
     def fitting(self, stage, split):
         """The file's rows of a stage and a split."""
-        least = int(stage.kind or stage.length)
-        return [row for row in self.rows[split] if least <= len(row["states"]) <= stage.length]
+        return [row for row in self.rows if self.fits(row, stage, split)]
 
     def draw(self, rng, stage, split):
-        rows = self.fitting(stage, split)
-        if not self.trace_file:
-            least = int(stage.kind or stage.length)
-            tried = islice(random_rows(rng, split), 10_000)
-            rows = list(islice((row for row in tried if least <= len(row["states"]) <= stage.length), 1))
+        if self.trace_file:
+            rows = self.fitting(stage, split)
+        else:
+            tried = islice(random_rows(rng, self.code, stage.length), 10_000)
+            rows = list(islice((row for row in tried if self.fits(row, stage, split)), 1))
         if not rows:
             raise ValueError(f"stage {stage}: there are no such traces in the {split} split")
         row = rng.choice(rows)
@@ -1308,7 +1345,7 @@ def files(args):
 
     if args.task == "trace" and args.functions:
         need("out")
-        return write_functions(args.functions, args.out, args.seed, args.overwrite)
+        return write_functions(args.functions, args.out, args.code or "all", args.seed, args.overwrite)
     if args.task == "trace":
         need("file", "out", "allow_exec")
         return write_traces(args.file, args.out, args.overwrite)
@@ -1336,6 +1373,7 @@ def main(argv=None):
     add("--group", choices=GROUPS, help="group")
     add("--spell", type=int, help="group: tokens of an element")
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
+    add("--code", help="trace: kinds of functions made at random, as ints+branches; see KINDS [all]")
     add("--file", help="of JSON lines, to read: calls for `trace`, traces for `prompts` and `score`")
     add("--functions", type=int, help="trace: make so many functions at random instead of reading a file")
     add("--completions", help="score: of JSON lines, what a model said: id, completion")

@@ -158,7 +158,8 @@ def test_targets_are_shifted_tokens_and_answers_and_line_ends_are_marked(kind, s
     batch, texts = make(task, stage, 50)
     assert batch.state is None and batch.state_text is None
     assert (batch.target[:, :-1] == batch.tokens[:, 1:]).all() and not batch.target[:, -1].any()
-    for tokens, target, asked, ends, text in zip(*batch[:4], texts):
+    assert not batch.told.any()
+    for tokens, target, asked, ends, text in zip(*batch[:3], batch.line_end, texts):
         said = re.findall(r"assert .* == (.*\n)" if task.whole else r"^\w (\d)$", text, re.M)
         assert said and task.tokenizer.decode(target[asked]) == "".join(said)
         lines = text.splitlines(keepends=True)
@@ -171,7 +172,7 @@ def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
     """As text for a state head, as a comment in the trace, as classes; of the same programs."""
     task = kind(**settings)
     spoken, texts = make(kind(states="transformer", **settings), stage, 50)
-    _, commented = make(kind(states="text", **settings), stage, 50)
+    in_text, commented = make(kind(states="text", **settings), stage, 50)
     linear = make(kind(states="linear", **settings), stage, 50)[0] if kind in SLOTS else None
     for b, text in enumerate(texts):
         said, read, ends = [], [], spoken.line_end[b].nonzero()[0]
@@ -183,6 +184,8 @@ def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
             assert not linear or linear.state[b, ends[i]].tolist() == SLOTS[kind](task, memory)
         assert [task.tokenizer.decode(row).rstrip("\0") for row in spoken.state_text[b] if any(row)] == said
         assert commented[b] == "".join(read)
+        told = task.tokenizer.decode(in_text.target[b][in_text.told[b]])
+        assert told == "".join(re.findall("  # (.*\n)", commented[b])) and told
     assert not linear or (linear.state[~linear.line_end] == -1).all()
 
 
@@ -476,7 +479,7 @@ def test_a_task_of_your_own_is_a_dozen_lines():
     task = scope["Clock"]()
     assert len(CLOCK.strip().splitlines()) <= 12
     [batch] = DataLoader(Numbered(task, "6"), batch_size=None, sampler=[0])
-    for tokens, target, asked, ends, state in zip(*batch[:5]):
+    for tokens, target, asked, _, ends, state in zip(*batch[:6]):
         *lines, last = task.tokenizer.decode(tokens).splitlines()
         hours = [int(line.split()[-3].rstrip(")")) if "%" in line else 0 for line in lines]
         clock = [hour % 5 for hour in itertools.accumulate(hours)]
@@ -1006,13 +1009,30 @@ def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_pa
                     assert last.answer == row["output"] and len(told) == len(row["states"])
                     for line, state in zip(told, row["states"]):
                         text = ", ".join(f"{name}={x}" for name, x in state.items())
-                        assert line.answer == "" and line.state == (text if len(text) <= 100 else None)
+                        short = len(stored.tokenizer.encode(text)) <= 100
+                        assert line.answer == "" and line.state == (text if short else None)
                 else:
                     assert 4 <= len(told) <= 8
-        assert not sources["train"] & sources["test"]
+        programs = {split: {re.sub("^[abcxyst, ]+ = .*\n", "", text).rpartition(" == ")[0] for text in texts}
+                    for split, texts in sources.items()}                  # without arguments and output
+        assert not programs["train"] & programs["test"]
         assert len(sources["train"]) > 40 < 4 * len(sources["test"])
     with pytest.raises(ValueError, match="no such traces"):
         stored.draw(rng, data.Stage(99), "test")
+
+
+@pytest.mark.parametrize("code, never, sometimes", [
+    ("ints", r"if|for|while|\*|\b[xyst]\b", r"max\(.*\+= \d"),
+    ("ints+branches", r"for|while|\*|\b[xyst]\b", "    if .*    else:"),
+    ("ints+loops", r"if|\*|\b[xyst]\b", "    while .*    for . in range"),
+    ("ints+lists+strings", r"if |    for|while|\*", "append.*replace"),
+    ("all", "import", r"    for . in [xy].* \* "),
+])
+def test_functions_are_of_the_kinds_of_code_asked_for(code, never, sometimes):
+    rng = random.Random(0)
+    bodies = [data.random_function(rng, code, 12)[0].partition(":\n")[2] for _ in range(300)]
+    text = "\n".join(bodies)
+    assert not re.search(never, text) and re.search(sometimes, text, re.S)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -2066,6 +2086,67 @@ def test_the_loss_is_what_a_loop_over_tokens_says(task, stage):
     assert score.tolist() == [[all(answer)] if task.whole else answer.tolist() for answer in answers]
 
 
+def test_an_answer_counts_in_training_only_if_all_states_in_the_text_before_it_are_right():
+    task = Repl(3, states="text")
+    batch = train.to_device(task.batch(0, "train", Stage(6, 2), 0, 4), CPU)
+    right = torch.ones_like(batch.asked)
+    assert train.answers(task, batch, right).all()
+    second = batch.asked[1].nonzero()[1]
+    between = (batch.told[1] & (torch.arange(right.shape[1]) > second)).nonzero()[0]
+    right[1, between] = False                                             # a state after the second answer
+    right[2, batch.asked[2].nonzero()[1]] = False                         # the second answer itself
+    assert train.answers(task, batch, right).tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]]
+
+
+class Executes(torch.nn.Module):
+    """A "model" of parity with states in the text. It executes each line in the state that it reads behind
+    the line before, with Python; in the lines whose numbers are in `slips` it writes the wrong bit."""
+
+    def __init__(self, task, slips):
+        super().__init__()
+        self.task, self.slips, self.head = task, slips, torch.nn.Identity()
+        self.nothing = torch.nn.Parameter(torch.zeros(()))
+
+    def next(self, text):
+        *before, line = text.split("\n")
+        memory = dict(re.findall(r"# (p)=(.*)", text.rpartition("\n")[0])[-1:])
+        memory = {name: int(value) for name, value in memory.items()}
+        source, mark, said = line.partition("  # " if "#" in line else "assert p == ")
+        if not mark:
+            return PAD
+        exec(source, memory)
+        answer = memory["p"] ^ (len(before) + 1 in self.slips)
+        return ord((f"p={answer}\n" if source else f"{answer}\n")[len(said)])
+
+    def forward(self, tokens, state):
+        texts, expected = state or [""] * len(tokens), []
+        for b, row in enumerate(tokens.tolist()):
+            expected.append([])
+            for token in row:
+                texts[b] += self.task.tokenizer.decode([token]) if token else ""
+                expected[b].append(self.next(texts[b]) if token else PAD)
+        return torch.nn.functional.one_hot(torch.tensor(expected), 400).float(), None, texts
+
+
+@pytest.mark.parametrize("slips, accuracy", [([], 1), ([3], 0), ([1, 4], 1), ([6], 0)])
+def test_a_model_answers_from_the_states_that_it_has_written_itself(slips, accuracy):
+    """One wrong bit makes the answer wrong, a second one right again."""
+    task = Parity(states="text")
+    row = train.evaluate(Executes(task, slips), task, Stage(6), Config(eval_samples=12, batch_size=8))
+    assert row["accuracy"] == accuracy and row["given_states"] == 1
+    assert row["next_state"] == pytest.approx(1 - len(slips) / 6)
+    assert row["traces"] == [[6, slips[0] - 1 if slips else 6, accuracy]] * 12
+
+
+def test_a_state_that_never_ends_is_cut_off_and_wrong():
+    class Babbles(Executes):
+        def next(self, text):
+            return ord("1")
+    task = Parity(states="text")
+    row = train.evaluate(Babbles(task, []), task, Stage(6), Config(eval_samples=4))
+    assert row["accuracy"] == row["next_state"] == 0 and row["traces"] == [[6, 0, 0]] * 4
+
+
 class Oracle(torch.nn.Linear):
     """A "model" that knows the next token (ahead=1) or repeats the present one (ahead=0)."""
 
@@ -2088,7 +2169,8 @@ def test_the_score_is_about_the_tokens_before_an_answers(task, answers):
         assert row == {"stage": str(stage), "accuracy": ahead, "final": ahead, "by_answer": [ahead] * answers}
 
 
-@pytest.mark.parametrize("task, stage", [(Repl(), "24x1"), (Group("S3"), "24"), (Parity(), "24:5")])
+@pytest.mark.parametrize("task, stage", [(Repl(), "24x1"), (Group("S3"), "24"), (Parity(), "24:5"),
+                                         (Parity(states="text"), "24:5")])
 def test_evaluating_in_segments_changes_nothing(task, stage, monkeypatch):
     [stage], found = parse_stages(stage), []
     cfg = Config(model="deltanet+transformer", n_layer=2, d_model=16, eval_samples=20, batch_size=8)
@@ -2096,8 +2178,9 @@ def test_evaluating_in_segments_changes_nothing(task, stage, monkeypatch):
     lm.head.weight.data.normal_()
     for segment in (10000, 7):
         monkeypatch.setattr(train, "SEGMENT", segment)
-        read = train.read(lm, task, stage, cfg, "test", lambda batch: batch.line_end)
-        found.append((train.evaluate(lm, task, stage, cfg), torch.cat([hidden for _, hidden in read])))
+        read = [train.read(lm, batch.tokens, batch.line_end, cfg)
+                for batch in train.held_out_batches(task, stage, cfg, CPU)]
+        found.append((train.evaluate(lm, task, stage, cfg), torch.cat(read)))
     (whole, hidden), (pieces, hidden_in_pieces) = found
     assert whole == pieces and torch.allclose(hidden, hidden_in_pieces)
 
@@ -2448,28 +2531,49 @@ def test_a_model_is_evaluated_on_other_stages_and_seeds(tmp_path, capsys):
     assert f"8x4: {row['accuracy']:.2%} right" in rows[0] and len(set(rows)) == 3
 
 
-@pytest.mark.parametrize("states", ["linear", "text"])
-def test_a_played_session_shows_the_truth_and_the_models_own_odds(tmp_path, monkeypatch, capsys, states):
-    go(tmp_path, "--states", states)
-    typed = ["a, b = b, a", "oops", "", "print('a', a)", "c, a = a, c", "print( 'c',c )", "print('a', a)"]
+def played(folder, monkeypatch, capsys, typed):
+    """-> what --play prints, in lines."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
     capsys.readouterr()
-    assert not train.main(["--play", str(only(tmp_path)), "--device", "cpu"])
-    out = capsys.readouterr().out.splitlines()
+    assert not train.main(["--play", str(folder), "--device", "cpu"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_played_session_shows_the_truth_and_the_models_own_odds(tmp_path, monkeypatch, capsys):
+    go(tmp_path)
+    typed = ["a, b = b, a", "oops", "", "print('a', a)", "c, a = a, c", "print( 'c',c )", "print('a', a)"]
+    out = played(only(tmp_path), monkeypatch, capsys, typed)
     a, b, c = (line[-1] for line in out[:3])
     assert [line[:8] for line in out[:3]] == [">>> a = ", ">>> b = ", ">>> c = "]
     assert out[3].startswith("this model knows") and len(out) == 3 + 2 + 2 * 3
     shown = [line.split()[1:3] for line in out if line.startswith("python:")]
     assert shown == [["a", b], ["c", b], ["a", c]]
-    lines = [*out[:3], ">>> a, b, c = b, a, c"]
-    if states == "text":
-        after = f"a={a}", f"a={a}, b={b}", f"a={a}, b={b}, c={c}", f"a={b}, b={a}, c={c}"
-        lines = [f"{line}  # {state}" for line, state in zip(lines, after)]
     _, task, _, model = train.load_model(only(tmp_path), device="cpu")
     with torch.no_grad():
-        tokens = task.tokenizer.encode("\n".join([*lines, ">>> print('a', a)", "a "]))
-        hidden, _, _ = model(torch.tensor([tokens]))
+        lines = [*out[:3], ">>> a, b, c = b, a, c", ">>> print('a', a)", "a "]
+        hidden, _, _ = model(torch.tensor([task.tokenizer.encode("\n".join(lines))]))
     assert f"({model.head(hidden[0, -1]).softmax(-1).max():.1%})" in out[5]
+
+
+def test_with_states_in_the_text_play_shows_what_the_model_writes_and_goes_on_from_it(tmp_path, monkeypatch, capsys):
+    go(tmp_path, "--states", "text")
+    out = played(only(tmp_path), monkeypatch, capsys, ["a, b = b, a", "print('a', a)"])
+    firsts, said = out[:9:3], [line for line in out if line.startswith("model:")]
+    a, b, c = (line[-1] for line in firsts)
+    assert [line.partition("  <--")[0] for line in out if line.startswith("python:")] == [
+        f"python: a = {a}  # a={a}", f"python: b = {b}  # a={a}, b={b}",
+        f"python: c = {c}  # a={a}, b={b}, c={c}", f"python: a, b, c = b, a, c  # a={b}, b={a}, c={c}",
+        f"python: a {b}"]
+    _, task, _, model = train.load_model(only(tmp_path), device="cpu")
+    text, states = "", [line.partition("# ")[2] for line in out if "python:" in line]
+    with torch.no_grad():                                                 # from the start for each token
+        for line, shown, state in zip([*firsts, ">>> a, b, c = b, a, c"], said, states):
+            text, written = f"{text}{line}  # ", ""
+            while not written.endswith("\n") and len(written) < 2 * len(state.partition("  <--")[0]):
+                hidden, _, _ = model(torch.tensor([task.tokenizer.encode(text + written)]))
+                written += task.tokenizer.decode([model.head(hidden[0, -1]).argmax().item()])
+            text += written.rstrip("\n") + "\n"
+            assert f">>> {shown[len('model:  '):]}".rpartition(" (")[0] == text.splitlines()[-1]
 
 
 def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, capsys):
@@ -2505,6 +2609,7 @@ BAD = {
     "--state-layer 2": "give at most --n-layer 1",
     "--task arith --states linear": "transformer or contrastive",
     "--task group --states transformer": "linear or none",
+    "--task trace --code ints+brackets": "some of branches",
     "--task parity --curriculum 1:1": "longer",
     "--out train.py": "train.py",
     "--eval nowhere.pt --model gru": "give only",
@@ -2545,7 +2650,7 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, capsys):
 
 
 def test_every_setting_has_its_reason(capsys):
-    assert list(train.HELP) == [f.name for f in fields(Config)] and len(train.HELP) <= 37
+    assert list(train.HELP) == [f.name for f in fields(Config)] and len(train.HELP) <= 38
     assert all(len(reason) > 3 for reason in train.HELP.values())
     with pytest.raises(SystemExit):
         train.main(["--help"])
@@ -2624,7 +2729,8 @@ def test_training_reads_the_training_split_and_evaluation_the_test_split(monkeyp
     honest = task.batch
     monkeypatch.setattr(task, "batch", lambda seed, split, *rest: splits.append(split) or honest(seed, split, *rest))
     cfg = Config(eval_samples=16, batch_size=16)
-    train.evaluate(RightAtTheEnd(honest(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
+    for _ in range(2):                                                    # made once
+        train.evaluate(RightAtTheEnd(honest(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
     assert splits == ["test"]
     train.Batches(cfg, task, stage)[3]
     assert splits == ["test", "train"]

@@ -39,6 +39,7 @@ import time
 import zlib
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +68,7 @@ class Config:
     spell: int = 1                 # group: tokens of an element
     digits: int = 2                # arith: of each number
     trace_file: str = ""           # trace: what `data.py trace` made; none: functions made at random
+    code: str = "all"              # trace: kinds of functions made at random, as ints+branches: see KINDS
     curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own
     # the model
     d_model: int = 64              # width; inside the MLP it is twice that
@@ -261,13 +263,26 @@ def autocast(cfg, device):
     return torch.autocast(device.type, torch.bfloat16) if cfg.dtype == "bf16" else nullcontext()
 
 
-def score(task, asked, right):
-    """asked (B, T) bool, right (N,) bool for the N tokens asked -> (B, R), whether each answer is right."""
-    if not task.whole:
-        return right.view(len(asked), -1)
-    wrong = asked.clone()
-    wrong[asked] = ~right
-    return ~wrong.any(1, keepdim=True)
+def written(batch):
+    """(B, T) bool: the targets that are a model's own to write, answers and states in the text."""
+    return batch.asked | batch.told
+
+
+def right_tokens(batch, logits):
+    """logits (N, vocabulary) at the N targets that are `written` -> (B, T) bool, which of them are right."""
+    here, right = written(batch), torch.zeros_like(batch.asked)
+    right[here] = logits.argmax(-1) == batch.target[here]
+    return right
+
+
+def answers(task, batch, right):
+    """right (B, T) bool, of the tokens -> (B, R), of each answer. With states in the text, all states before
+    an answer must be right, too. (Else it could be copied from a true state, and nothing be tracked.)"""
+    lost = (batch.told & ~right).cumsum(1) > 0
+    right = right & ~lost
+    if task.whole:
+        return (right | ~batch.asked).all(1, keepdim=True)
+    return right[batch.asked].view(len(right), -1)
 
 
 def losses(task, model, batch, state=None):
@@ -282,8 +297,7 @@ def losses(task, model, batch, state=None):
         terms["reveal"] = nats[batch.asked].mean()
     if task.states in ("linear", "transformer", "contrastive"):
         terms["state"] = model.to_state.loss(model, told, batch)
-    right = logits[batch.asked].argmax(-1) == batch.target[batch.asked]
-    return terms, score(task, batch.asked, right), state
+    return terms, answers(task, batch, right_tokens(batch, logits[written(batch)])), state
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -297,49 +311,128 @@ def state_size(model, task, stage):
     return sum(x.numel() for x in tensors(state))
 
 
-@torch.no_grad()
-def read(model, task, stage, cfg, split, places):
-    """Read cfg.eval_samples traces of a stage. Yields batches and the hidden vectors (N, D) at places(batch),
-    a (B, T) bool, trace by trace. Memory does not grow with the length, but for a Transformer's cache."""
-    device = next(model.parameters()).device
+@lru_cache(maxsize=64)
+def held_out_batch(task, seed, stage, t, size):
+    """The same test traces are read again and again; functions made at random are slow to make."""
+    return task.batch(seed, "test", stage, t, size)
+
+
+def held_out_batches(task, stage, cfg, device):
+    """cfg.eval_samples test traces of a stage, in batches on the device."""
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
         size = min(cfg.batch_size, cfg.eval_samples - first)
-        batch = to_device(task.batch(cfg.seed, split, stage, t, size), device)
-        wanted, state, hidden = places(batch), None, []
-        with autocast(cfg, device):
-            for tokens, here in zip(batch.tokens.split(SEGMENT, 1), wanted.split(SEGMENT, 1)):
-                y, _, state = model(tokens, state)
-                hidden.append(y[here])
-        segment = wanted.nonzero()[:, 1] // SEGMENT
-        by_segment = torch.cat(hidden)
-        by_trace = torch.empty_like(by_segment)
-        by_trace[segment.argsort(stable=True)] = by_segment
-        yield batch, by_trace
+        yield to_device(held_out_batch(task, cfg.seed, stage, t, size), device)
 
 
 @torch.no_grad()
+def read(model, tokens, places, cfg):
+    """Read tokens (B, T) -> the hidden vectors (N, D) at places (B, T) bool, trace by trace. Memory does not
+    grow with the length, but for a Transformer's cache."""
+    state, hidden = None, []
+    with autocast(cfg, tokens.device):
+        for piece, here in zip(tokens.split(SEGMENT, 1), places.split(SEGMENT, 1)):
+            y, _, state = model(piece, state)
+            hidden.append(y[here])
+    segment = places.nonzero()[:, 1] // SEGMENT
+    by_segment = torch.cat(hidden)
+    by_trace = torch.empty_like(by_segment)
+    by_trace[segment.argsort(stable=True)] = by_segment
+    return by_trace
+
+
 def evaluate(model, task, stage, cfg):
     """Accuracy on held-out traces of a stage, given the true lines before each answer.
 
     -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
     nats an answer: "kl", from the exact predictive to the model's; "final_kl", the same at the last; "loss",
-    of the sampled answers; "floor", the loss of the exact predictive, the least that any model can have."""
-    right, nats = [], []
-    for batch, hidden in read(model, task, stage, cfg, "test", lambda batch: batch.asked):
-        with autocast(cfg, hidden.device):
+    of the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
+
+    With states in the text, the model writes them itself, and all of the above is about its answers then.
+    Also, with the true states before it: "next_state", accuracy of whole states, and "given_states", of
+    answers; and "traces", for each [states, states before the first wrong one, accuracy]."""
+    rows, nats, given, states = [], [], [], []
+    for batch in held_out_batches(task, stage, cfg, next(model.parameters()).device):
+        hidden = read(model, batch.tokens, written(batch), cfg)
+        with torch.no_grad(), autocast(cfg, hidden.device):
             logits = model.head(hidden)
-        target = batch.target[batch.asked]
-        right.append(score(task, batch.asked, logits.argmax(-1) == target))
+        right = right_tokens(batch, logits)
+        rows.append(answers(task, batch, right))
+        if batch.told.any():
+            given.append(answers(task, batch._replace(told=torch.zeros_like(batch.told)), right))
+            states += [state_by_state(batch.told[b], right[b]) for b in range(len(right))]
+            lost = (batch.told & ~right).any(1)           # the others would write what they have read
+            if lost.any():
+                rows[-1][lost] = on_its_own(model, task, [x[lost] for x in batch[:4]], cfg)
         if batch.chances is not None:
+            target = batch.target[batch.asked]
             nats.append(compare(logits, target, batch.chances[batch.asked]).view(len(batch.asked), -1, 3))
-    by_answer = torch.cat(right).double().mean(0)
+    by_answer = torch.cat(rows).double().mean(0)
     row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
            "by_answer": by_answer.tolist()}
+    if given:
+        row["next_state"] = sum(map(sum, states)) / sum(map(len, states))
+        row["given_states"] = torch.cat(given).double().mean().item()
+        row["traces"] = [[len(one), [*one, False].index(False), accuracy]
+                         for one, accuracy in zip(states, torch.cat(rows).double().mean(1).tolist())]
     if nats:
         kl, loss, floor = torch.cat(nats).unbind(-1)                  # each (traces, answers)
         row.update(kl=kl.mean().item(), final_kl=kl[:, -1].mean().item(), loss=loss.mean().item(),
                    floor=floor.mean().item())
     return row
+
+
+def spans(mark):
+    """mark (T,) bool -> [start, end] of each run of True."""
+    edges = F.pad(mark.int(), (1, 1)).diff().nonzero()[:, 0]
+    return edges.view(-1, 2).tolist()
+
+
+def state_by_state(told, right):
+    """told, right (T,) bool, of a trace's targets -> [whether each state in its text is right]."""
+    return [right[start:end].all().item() for start, end in spans(told)]
+
+
+@torch.no_grad()
+def on_its_own(model, task, traces, cfg):
+    """Read traces' true lines, but write the states and the answers: greedily, token by token, all traces at
+    once. traces: tokens, target, asked, told, (B, T) each, of a Batch. -> right (B, R), of each answer."""
+    device = traces[0].device
+    writers = [write_along(task, *trace) for trace in zip(*(x.tolist() for x in traces))]
+    tokens, found, state = [next(writer) for writer in writers], {}, None
+    while len(found) < len(writers):
+        with autocast(cfg, device):
+            hidden, _, state = model(torch.tensor(tokens, device=device)[:, None], state)
+            guesses = model.head(hidden[:, -1]).argmax(-1).tolist()
+        for b, writer in enumerate(writers):
+            if b not in found:
+                try:
+                    tokens[b] = writer.send(guesses[b])
+                except StopIteration as end:
+                    found[b] = end.value
+    return torch.tensor([found[b] for b in range(len(writers))], device=device)
+
+
+def write_along(task, tokens, target, asked, told):
+    """A coroutine that goes along one trace: it yields the token to be read next, and is sent the model's
+    guess at the one after that. Where the trace has a state, or an answer of several tokens, the guesses are
+    what is read, until a newline, or until twice as many as in truth. -> [whether each answer is right]."""
+    newlines = task.tokenizer.newlines
+    right, t = [], 0
+    while t < len(tokens) and tokens[t] != PAD:
+        guess = yield tokens[t]
+        if not (asked[t] or told[t]):
+            t += 1
+            continue
+        mark, end = (asked if asked[t] else told), t
+        while end < len(mark) and mark[end]:
+            end += 1
+        truth, said = target[t:end], [guess]
+        while truth[-1] in newlines and said[-1] not in newlines and len(said) < 2 * len(truth):
+            said.append((yield said[-1]))
+        if asked[t]:
+            right.append(said == truth)
+        t = end                                           # the true newline, or the true answer, is read next
+    return right
 
 
 def show(row, task):
@@ -348,7 +441,10 @@ def show(row, task):
     text = f"eval    {stage}: {row['accuracy']:.2%} right, the last answer {row['final']:.2%}"
     if "kl" in row:
         return f"{text}, KL {row['kl']:.4f} nats, loss {row['loss']:.3f}, floor {row['floor']:.3f}"
-    return f"{text} (chance {task.chance(stage):.1%})"
+    text += f" (chance {task.chance(stage):.1%})"
+    if "next_state" in row:
+        text += f"; given true states: {row['given_states']:.2%}, next state {row['next_state']:.2%}"
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -693,26 +789,64 @@ def table(results):
               f"{run_folder(Config(**result['config']))}")
 
 
-@torch.no_grad()
+class Player:
+    """A repl model at a prompt: it reads lines, and says what comes next."""
+
+    def __init__(self, path, device):
+        self.cfg, self.task, _, self.model = load_model(path, device)
+        if self.cfg.task != "repl":
+            raise ValueError(f"--play {path}: that model was trained on {self.cfg.task}; give one trained on repl")
+        self.device, self.state = next(self.model.parameters()).device, None
+
+    @torch.no_grad()
+    def read(self, text):
+        """-> the next token that the model expects, and its probability."""
+        tokens = torch.tensor([self.task.tokenizer.encode(text)], device=self.device)
+        with autocast(self.cfg, self.device):
+            hidden, _, self.state = self.model(tokens, self.state)
+            probabilities = self.model.head(hidden[0, -1]).float().softmax(-1)
+        token = probabilities.argmax().item()
+        return self.task.tokenizer.decode([token]), probabilities[token].item()
+
+    def answer(self, line):
+        """Read a line that Python printed, with its own end in place of the model's. -> line, probability."""
+        shown = line.text[:-len(line.answer) - 1]
+        said, probability = self.read(shown)
+        self.read(f"{line.answer}\n")
+        return shown + said, probability
+
+    def write(self, line):
+        """Read a line that has a state in the text; the model writes the state. -> line, probability."""
+        shown = self.task.comment(line)[:-len(line.state) - 1]
+        (said, probability), text, product = self.read(shown), "", 1.0
+        while not said.endswith("\n") and len(text) < 2 * len(line.state):
+            text, product = text + said, product * probability
+            said, probability = self.read(said)
+        self.read("\n")
+        return shown + text, product * probability
+
+    def show(self, line):
+        """Print a line, and what the model says where it is asked."""
+        if line.answer:
+            (said, probability), true = self.answer(line), line.text.rstrip()
+        elif self.task.comment(line) != line.text:
+            (said, probability), true = self.write(line), self.task.comment(line).rstrip()
+        else:
+            return self.read(line.text)
+        mark = "" if said == true else "  <-- the model is wrong"
+        print(f"model:  {said.removeprefix(self.task.prompt)} ({probability:.1%})")
+        print(f"python: {true.removeprefix(self.task.prompt)}{mark}")
+
+
 def play(path, device):
-    """Read lines until there are no more, execute them, and say what the model expects each print to show."""
-    cfg, task, _, model = load_model(path, device)
-    if cfg.task != "repl":
-        raise ValueError(f"--play {path}: that model was trained on {cfg.task}; give one trained on repl")
-    device = next(model.parameters()).device
-
-    def feed(text, state):
-        """-> the model's probabilities of the token after `text`, and its new state."""
-        tokens = torch.tensor([task.tokenizer.encode(text)], device=device)
-        with autocast(cfg, device):
-            hidden, _, state = model(tokens, state)
-            return model.head(hidden[0, -1]).float().softmax(-1), state
-
-    memory, state = {}, None
+    """Read lines until there are no more, execute them, and say what the model expects each print to show.
+    With states in the text it also writes what memory holds; it goes on from what it wrote."""
+    player, memory = Player(path, device), {}
+    task, cfg = player.task, player.cfg
     program = task.program(random.Random(cfg.seed), Stage(1), memory)
     for line in data.run(itertools.islice(program, cfg.n_vars), memory, task.prompt, task.see):
         print(line.text, end="")
-        _, state = feed(task.comment(line), state)
+        player.show(line)
     prompt = task.prompt if sys.stdin.isatty() else ""
     while True:
         try:
@@ -723,15 +857,7 @@ def play(path, device):
             print(error)
             continue
         for line in data.run([source], memory, task.prompt, task.see):
-            shown = task.comment(line)[:-len(line.answer) - 1] if line.answer else task.comment(line)
-            probabilities, state = feed(shown, state)
-            if line.answer:
-                guess = probabilities.argmax().item()
-                said = task.tokenizer.decode([guess])
-                mark = "  <-- the model is wrong" if said != line.answer else ""
-                print(f"model:  {shown}{said} ({probabilities[guess]:.1%})")
-                print(f"python: {line.text.strip()}{mark}")
-                _, state = feed(f"{line.answer}\n", state)
+            player.show(line)
 
 
 def evaluate_run(args, given):
