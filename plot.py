@@ -9,7 +9,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py ladder out/ladder/*                          a row a model, a column a group
     python plot.py spacing out/spacing/*                        read with sparser prints (P1 Fig. 3)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
-    python plot.py samples out/*-parity*                        traces until all is right (P2 Fig. 5)
+    python plot.py samples out/*-parity*                        traces until 95 % are right (P2 Fig. 5)
     python plot.py lengths traces.jsonl                         how long traces of functions are (P2 Fig. 1)
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
     python plot.py accuracy                                     rounding in the scan, over 65,536 steps
@@ -351,39 +351,53 @@ def nats(args):
     return figure
 
 
+WAYS = ["not told, one length", "not told, a curriculum", "told to a head", "told in the text"]
+
+
+def way(result):
+    """How a run was told its states: one of WAYS."""
+    if result["config"]["states"] == "text":
+        return WAYS[3]
+    if result["config"]["states"] == "none":
+        return WAYS[1] if trained(result).kind else WAYS[0]
+    return WAYS[2]
+
+
+def seen_until(result, accuracy=0.95):
+    """Traces seen when so many held-out answers were right for the first time, or None."""
+    return next((samples for samples, _, right in result["held_out"] if right >= accuracy), None)
+
+
 def samples(args):
-    """Traces until held-out programs were all right, twice (train.py --until 1), over the length of programs
-    (P2 Fig. 5). A panel per model, a curve per way to teach it."""
-    told = ["curriculum", "states", "state_weight", "state_layer", "max_samples"]
-    groups = load(args, aside=told)
-    ways = sorted({taught(result) for runs in groups.values() for result in runs})
-    figure, [panels] = plt.subplots(1, len(groups), figsize=(14, 4), squeeze=False,
-                                    sharex=True, sharey=True)
-    for axes, (name, runs) in zip(panels, groups.items()):
-        curves = {way: defaultdict(list) for way in ways}   # the same looks in all panels
-        for result in runs:
-            length = trained(result).length
-            seen = result["until"] or result["samples"]
-            curves[taught(result)][length].append(seen)
-            if not result["until"]:
-                axes.plot(length, seen, "kx", markersize=12)
-        lines(axes, curves)
-        doubling(axes, [8, 16, 32])
+    """Traces until 95 % of the held-out answers were right: a panel a task, a column a model, a marker a way
+    to be told the states. Hollow: not within so many."""
+    runs = [result for path in args.paths for result in read_lines(path)]
+    tasks = list(dict.fromkeys((result["task"], trained(result).length) for result in runs))
+    figure, [panels] = plt.subplots(1, len(tasks), figsize=(13, 4.5), squeeze=False, sharey=True)
+    for axes, (task, length) in zip(panels, tasks):
+        here = [result for result in runs if (result["task"], trained(result).length) == (task, length)]
+        names = list(dict.fromkeys(column(result) for result in here))
+        for number, (name, look) in enumerate(zip(WAYS, LOOKS)):
+            look = {**look, "linestyle": "", "markersize": 8}
+            points = [(names.index(column(result)) + (number - 1.5) / 6, seen_until(result), result["samples"])
+                      for result in here if way(result) == name]
+            reached = [(x, seen) for x, seen, _ in points if seen]
+            missed = [(x, most) for x, seen, most in points if not seen]
+            axes.plot(*np.reshape(reached, (-1, 2)).T, **look, label=name)
+            axes.plot(*np.reshape(missed, (-1, 2)).T, **look, markerfacecolor="none")
         axes.set_yscale("log")
-        finish(axes, "lines of a program", "training traces until all is right", name)
-    figure.suptitle("Samples to perfect (crossed out: not within so many)")
+        axes.set_xticks(range(len(names)), names)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        finish(axes, "hollow: not within so many", "traces until 95 % are right", f"{task}, {length} lines")
+        axes.get_legend().remove()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def taught(result):
-    """How a run learned, in words."""
-    config = result["config"]
-    words = f"states {config['states']}"
-    if config["state_layer"]:
-        words += f", layer {config['state_layer']}"
-    if trained(result).kind:
-        words += f", lengths from {trained(result).kind}"
-    return words
+def column(result):
+    """A model's name, for a DeltaNet with its range of eigenvalues."""
+    name, beta_max = result["model"], result["config"]["beta_max"]
+    return f"{name}\n[{1 - beta_max:g}, 1]" if name == "deltanet" else name
 
 
 def lengths(args):
@@ -741,7 +755,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "spacing": "spacing assets/spacing.jsonl",
     "ladder": "ladder assets/ladder.jsonl",
     "nats": "nats assets/belief.jsonl --models deltanet,gated_deltanet,ssm,gru,lstm",
-    "samples": "samples assets/parity.jsonl",
+    "samples": "samples assets/told.jsonl",
     "lengths": "lengths assets/lengths.jsonl",
     "drift": "drift assets/drift.jsonl",
     "heads": "heads assets/heads.jsonl",

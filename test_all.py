@@ -2893,66 +2893,25 @@ def test_the_ladder_has_a_column_a_group_and_says_how_far_each_model_came():
     assert [round(line.get_xdata()[0]) for line in axes.lines] == [0, 0, 1]
 
 
-def test_samples_to_perfect_have_a_panel_a_model_and_a_cross_where_the_end_was_not_reached():
-    def parity(until, curriculum, **settings):
-        return result(until=until, task="parity", curriculum=curriculum, **settings)
-    figure = plot.samples(of(parity(100, "8"), parity(300, "8", seed=1), parity(2000, "16"),
-                             parity(None, "8:2", states="none", model="lstm")))
-    deltanet, lstm = figure.axes
-    [told] = deltanet.lines
-    cross, untold = lstm.lines
-    assert told.get_xdata().tolist() == [8, 16] and told.get_ydata().tolist() == [200, 2000]
-    assert cross.get_marker() == "x" and cross.get_ydata().tolist() == untold.get_ydata().tolist() == [9000]
-    assert "states none, lengths from 2" in words_of(lstm) and told.get_color() != untold.get_color()
+def test_samples_to_95_percent_have_a_panel_a_task_and_are_hollow_where_it_was_not_reached():
+    def parity(seen, **settings):
+        held_out = [[100, "8x1", 0.9], [seen, "8x1", 0.96], [900, "8x1", 0.5]]
+        return {**result(**{"task": "parity", "curriculum": "8", **settings}), "held_out": held_out}
+    never = {**result(task="listperm", curriculum="4:1", states="none"), "held_out": [[100, "4x1", 0.94]]}
+    figure = plot.samples(of(parity(200), parity(300, beta_max=1.0, states="none"),
+                             parity(400, model="lstm", states="text"), never))
+    left, right = figure.axes
+    assert [left.get_title(), right.get_title()] == ["parity, 8 lines", "listperm, 4 lines"]
+    assert ticks(left.xaxis) == ["deltanet\n[-1, 1]", "deltanet\n[0, 1]", "lstm"]
+    points = {line.get_label(): line.get_xydata() for line in left.lines if len(line.get_xdata())}
+    for name, (x, y) in {"told to a head": (0, 200), "not told, one length": (1, 300),
+                         "told in the text": (2, 400)}.items():
+        [[found, seen]] = points[name]
+        assert abs(found - x) < 0.3 and seen == y
+    [hollow] = [line for line in right.lines if len(line.get_xdata())]
+    assert hollow.get_markerfacecolor() == "none" and hollow.get_ydata().tolist() == [9000]
+    assert hollow.get_marker() == next(line for line in right.lines if "curriculum" in line.get_label()).get_marker()
 
-
-def test_kl_is_drawn_in_a_panel_for_prints_at_random_and_one_for_forced_ones():
-    rows = [{"stage": f"{L}x2{kind}", "kl": kl * L, "floor": 0.5}
-            for L in (8, 32) for kind, kl in (("", 0.01), (":forced", 1))]
-    for axes, kl in zip(plot.nats(of(result(task="pfsa", n_vars=3, rows=rows))).axes, (0.01, 1)):
-        model, chance, length = axes.lines
-        assert model.get_xdata().tolist() == [8, 32] and np.allclose(model.get_ydata(), [8 * kl, 32 * kl])
-        assert np.allclose(chance.get_ydata(), np.log(3) - 0.5) and length.get_xdata()[0] == 32
-
-
-def test_lengths_of_traces_are_counted():
-    steps = [0, 3, 3, 50, 3]
-    [axes] = plot.lengths(of(*({"steps": n} for n in steps))).axes
-    bars = {round(bar.get_x() + 0.5): bar.get_height() for bar in axes.patches if bar.get_height()}
-    assert bars == Counter(steps)
-
-
-def test_the_accuracy_figures_schemes_are_the_scan_but_for_one_thing():
-    scans = {name: functools.partial(plot.scheme, name=name) for name in ["nothing", *plot.SCHEMES]}
-    scans["ours"] = delta_rule
-    swaps, alike = (kernels.drift(kind, scans, marks=[1024]) for kind in ("transpositions", "collinear 1e-3"))
-    assert swaps["nothing"] == pytest.approx(swaps["ours"], rel=0.1)
-    assert swaps["ours"] < [1e-5] < swaps["beta / |k|^2 first"] < [1e-3] < swaps["state read in bf16"]
-    assert alike["ours"] < [1e-3] and [1] < alike["Neumann inverse"] and [1] < alike["no division by |k|^2"]
-
-
-def test_filters_show_where_each_format_ends():
-    halvings = {"float16": 14 + 10, "bfloat16": 126 + 7, "float32": 126 + 23, "float64": 1022 + 52}
-    ends = {f"torch.{name}: 0 after {n + 1}" for name, n in halvings.items()}    # half of the least number is 0
-    assert ends < set(words_of(plot.filters(of()).axes[0]))
-
-
-def test_a_runs_folder_and_its_line_in_a_table_give_the_same_figure():
-    small = "--curriculum 2x1 --max-samples 320 --warmup 0 --cooldown 0 --d-model 16 --eval-samples 4 --out runs"
-    assert not train.main(small.split())
-    [folder] = Path("runs").iterdir()
-    Path("table.jsonl").write_text((folder / "result.json").read_text())
-    one, other = (plot.scores(of(path=path)).axes[0] for path in (str(folder), "table.jsonl"))
-    assert np.array_equal(one.images[0].get_array(), other.images[0].get_array())
-    assert words_of(one) == words_of(other)
-    accuracy = [float(line.split(",")[-2]) for line in open(folder / "metrics.csv").readlines()[1:]]
-    line = plot.curve(of(path=str(folder))).axes[0].lines[0]
-    assert line.get_xdata().tolist() == list(range(80, 321, 8))
-    assert np.allclose(line.get_ydata(), [np.mean(accuracy[i:i + 10]) for i in range(31)])
-
-
-# ----------------------------------------------------------------------------------------------------------
-# plot.py: the committed figures
 
 def all_figures(monkeypatch, change=lambda line: line):
     """All figures from a copy of the committed tables, each line of them changed -> {name: Figure}."""
@@ -2983,7 +2942,7 @@ def test_all_makes_every_figure_of_readme_and_results_and_all_read_in_grey(monke
 
 def test_figures_show_the_numbers_of_their_tables(monkeypatch):
     """Each number that was measured made 0.1234: now that is what all figures show."""
-    measured = "accuracy final by_answer kl betas keys until samples rows errors".split()
+    measured = "accuracy final by_answer kl betas keys held_out samples rows errors".split()
 
     def fake(x, key=""):
         if isinstance(x, dict):
