@@ -1191,19 +1191,19 @@ def parse_code(text):
     return kinds
 
 
+def templates_of(kinds, templates):
+    """Those that need no other kind of code."""
+    others = [pattern for kind, pattern in KINDS.items() if kind not in kinds]
+    return [one for one in templates if not any(re.search(pattern, one) for pattern in others)]
+
+
 def random_function(rng, code="all", lines=3):
     """-> the source of a function of ints, lists of ints and strings, and of arguments. rng: a random.Random.
 
     In the templates above, i becomes an int's name, x a list's, s a string's, n a digit, q a letter. `code`
     names kinds of them. At most so many `lines` are not indented."""
     words = {"i": "abc", "x": "xy", "s": "st", "n": "12345", "q": ["'a'", "'b'", "'c'"]}
-    kinds = parse_code(code)
-
-    def allowed(templates):
-        return [one for one in templates
-                if not any(re.search(KINDS[kind], one) for kind in KINDS if kind not in kinds)]
-
-    simple, heads = allowed(SIMPLE), allowed(HEADS)
+    simple, heads = (templates_of(parse_code(code), templates) for templates in (SIMPLE, HEADS))
 
     def write(templates):
         return re.sub(r"\b[ixsnq]\b", lambda word: rng.choice(words[word[0]]), rng.choice(templates))

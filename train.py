@@ -359,7 +359,7 @@ def evaluate(model, task, stage, cfg):
         rows.append(answers(task, batch, right))
         if batch.told.any():
             given.append(answers(task, batch._replace(told=torch.zeros_like(batch.told)), right))
-            states += [state_by_state(batch.told[b], right[b]) for b in range(len(right))]
+            states += map(state_by_state, batch.told.tolist(), right.tolist())
             lost = (batch.told & ~right).any(1)           # the others would write what they have read
             if lost.any():
                 rows[-1][lost] = on_its_own(model, task, [x[lost] for x in batch[:4]], cfg)
@@ -381,15 +381,10 @@ def evaluate(model, task, stage, cfg):
     return row
 
 
-def spans(mark):
-    """mark (T,) bool -> [start, end] of each run of True."""
-    edges = F.pad(mark.int(), (1, 1)).diff().nonzero()[:, 0]
-    return edges.view(-1, 2).tolist()
-
-
 def state_by_state(told, right):
-    """told, right (T,) bool, of a trace's targets -> [whether each state in its text is right]."""
-    return [right[start:end].all().item() for start, end in spans(told)]
+    """told, right: T bools each, of a trace's targets -> [whether each state in its text is right]."""
+    runs = itertools.groupby(zip(told, right), key=lambda pair: pair[0])
+    return [all(one_right for _, one_right in run) for is_state, run in runs if is_state]
 
 
 @torch.no_grad()
@@ -416,16 +411,14 @@ def write_along(task, tokens, target, asked, told):
     """A coroutine that goes along one trace: it yields the token to be read next, and is sent the model's
     guess at the one after that. Where the trace has a state, or an answer of several tokens, the guesses are
     what is read, until a newline, or until twice as many as in truth. -> [whether each answer is right]."""
-    newlines = task.tokenizer.newlines
+    newlines, own = task.tokenizer.newlines, [x or y for x, y in zip(asked, told)]
     right, t = [], 0
     while t < len(tokens) and tokens[t] != PAD:
         guess = yield tokens[t]
-        if not (asked[t] or told[t]):
+        if not own[t]:
             t += 1
             continue
-        mark, end = (asked if asked[t] else told), t
-        while end < len(mark) and mark[end]:
-            end += 1
+        end = own.index(False, t)
         truth, said = target[t:end], [guess]
         while truth[-1] in newlines and said[-1] not in newlines and len(said) < 2 * len(truth):
             said.append((yield said[-1]))
@@ -795,7 +788,7 @@ class Player:
     def __init__(self, path, device):
         self.cfg, self.task, _, self.model = load_model(path, device)
         if self.cfg.task != "repl":
-            raise ValueError(f"--play {path}: that model was trained on {self.cfg.task}; give one trained on repl")
+            raise ValueError(f"--play {path}: a model of {self.cfg.task}; give one trained on repl")
         self.device, self.state = next(self.model.parameters()).device, None
 
     @torch.no_grad()
