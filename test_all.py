@@ -3164,8 +3164,8 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(HERE / "assets", "assets")
     monkeypatch.setattr(train, "Config", small_config())
-    for task in (data.Trace, pfsa.Hidden):
-        monkeypatch.setattr(task, "stage_samples", 16)
+    monkeypatch.setattr(data.Trace, "stage_samples", 32)
+    monkeypatch.setattr(pfsa.Hidden, "stage_samples", 16)
     rng = random.Random(0)
     calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(20)]
     Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))
