@@ -358,7 +358,7 @@ def evaluate(model, task, stage, cfg):
         right = right_tokens(batch, logits)
         rows.append(answers(task, batch, right))
         if batch.told.any():
-            given.append(answers(task, batch._replace(told=torch.zeros_like(batch.told)), right))
+            given.append(answers(task, batch, right | batch.told))
             states += map(state_by_state, batch.told.tolist(), right.tolist())
             lost = (batch.told & ~right).any(1)           # the others would write what they have read
             if lost.any():
@@ -811,7 +811,8 @@ class Player:
     def write(self, line):
         """Read a line that has a state in the text; the model writes the state. -> line, probability."""
         shown = self.task.comment(line)[:-len(line.state) - 1]
-        (said, probability), text, product = self.read(shown), "", 1.0
+        said, probability = self.read(shown)
+        text, product = "", 1.0
         while not said.endswith("\n") and len(text) < 2 * len(line.state):
             text, product = text + said, product * probability
             said, probability = self.read(said)
