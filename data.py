@@ -62,7 +62,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Tokenizer: the 256 bytes, and pieces of Python that would otherwise cost several tokens
 
 PAD = 0                                             # the byte NUL, after the end of a trace
-ASKED, TOLD = 1, 2                                  # marks of tokens: of an answer, of a state in the text
+ASKED, STATE = 1, 2                                 # marks of tokens: of an answer, of a state in the text
 LEXEMES = (
     ">>> ", "print('", "', ", ")\n", " = ", ", ",                                           # repl
     "assert ", " == ", " ^= ", " + ", " - ", "a[", "], a[", "] = a[", "  # ",               # programs
@@ -166,7 +166,7 @@ class Batch(NamedTuple):
     tokens: np.ndarray                    # (B, T) int64: what a model reads, PAD after a trace's end
     target: np.ndarray                    # (B, T) int64: what comes next, PAD if nothing does
     asked: np.ndarray                     # (B, T) bool: the target is part of an answer
-    told: np.ndarray                      # (B, T) bool: it is part of a state in the text, or its newline
+    state_in_text: np.ndarray             # (B, T) bool: ... of a state in the text, or the newline after it
     line_end: np.ndarray                  # (B, T) bool: the last token of a line
     state: np.ndarray | None = None       # (B, T, slots) int64: the state after that line, -1 if undefined
     state_text: np.ndarray | None = None  # (B, lines, W) int64: the same as text, PAD if a line has none
@@ -184,8 +184,8 @@ def pad(rows, value=PAD):
 
 @lru_cache(maxsize=100_000)
 def encode_line(tokenizer, text, end, mark):
-    """-> a line's tokens, and a mark for each: `mark` if it is of `end`, the line's end with or without its
-    newline, else 0. Tasks repeat a few hundred lines for ever."""
+    """-> a line's tokens, and a mark for each. `end` is the last part of the line, with or without its
+    newline: its tokens have `mark`, all others 0. Cached, as most tasks repeat the same lines."""
     start = len(text.rstrip("\n")) - len(end.rstrip("\n")) if end else len(text)
     before, marked = tokenizer.encode(text[:start]), tokenizer.encode(text[start:start + len(end)])
     after = tokenizer.encode(text[start + len(end):])
@@ -281,12 +281,12 @@ class Task:
         return self.to_batch([self.draw(rng, stage, split) for _ in range(size)])
 
     def encode(self, lines):
-        """Lines -> a trace's tokens, their marks (0, ASKED or TOLD), and where lines end."""
+        """Lines -> a trace's tokens, their marks (0, ASKED or STATE), and where lines end."""
         tokens, marks, ends = [], [], []
         for line in lines:
             text, end, mark = self.comment(line), line.answer, ASKED
             if text != line.text:
-                end, mark = f"{line.state}\n", TOLD
+                end, mark = f"{line.state}\n", STATE
             elif line.answer and self.whole:
                 end = f"{line.answer}\n"
             line_tokens, line_marks = encode_line(self.tokenizer, text, end, mark)
@@ -308,7 +308,7 @@ class Task:
             line_end[b, ends[b]] = True
             if self.states == "linear":
                 state[b, ends[b]] = [line.state for line in lines]
-        batch = Batch(tokens, target, marks == ASKED, marks == TOLD, line_end)
+        batch = Batch(tokens, target, marks == ASKED, marks == STATE, line_end)
         if self.states == "linear":
             return batch._replace(state=state)
         if self.states in ("transformer", "contrastive"):
@@ -1178,7 +1178,7 @@ HEADS = [
     "for i in range(n):", "for i in x:", "for s in s:", "while i > n:", "if i > n:", "if i % 2 == 0:",
     "if i in x:", "if len(x) > n:", "if q in s:",
 ]
-KINDS = {  # of code: which templates are of this kind. Those of none are "ints", one operation a line.
+KINDS = {  # a kind of code, and what its templates match; those that match nothing are of the kind "ints"
     "branches": "^if", "loops": "^for|^while", "lists": r"\bx\b", "strings": r"\b[sq]\b", "products": r"\*",
 }
 
@@ -1187,21 +1187,21 @@ def parse_code(text):
     """'ints+branches' -> its kinds; 'all' -> all. Raises ValueError."""
     kinds = ["ints", *KINDS] if text == "all" else text.split("+")
     if "ints" not in kinds or not set(kinds) <= {"ints", *KINDS}:
-        raise ValueError(f"--code {text}: give all, or ints, or ints+ some of {', '.join(KINDS)}")
+        raise ValueError(f"--code {text}: give all, or ints, joined by + to some of {', '.join(KINDS)}")
     return kinds
 
 
 def templates_of(kinds, templates):
-    """Those that need no other kind of code."""
+    """The templates that use only these kinds of code."""
     others = [pattern for kind, pattern in KINDS.items() if kind not in kinds]
     return [one for one in templates if not any(re.search(pattern, one) for pattern in others)]
 
 
-def random_function(rng, code="all", lines=3):
+def random_function(rng, code="all", statements=3):
     """-> the source of a function of ints, lists of ints and strings, and of arguments. rng: a random.Random.
 
-    In the templates above, i becomes an int's name, x a list's, s a string's, n a digit, q a letter. `code`
-    names kinds of them. At most so many `lines` are not indented."""
+    In the templates above, i becomes an int's name, x a list's, s a string's, n a digit, q a letter.
+    code: which kinds of templates to use. statements: the most at the top level of the body."""
     words = {"i": "abc", "x": "xy", "s": "st", "n": "12345", "q": ["'a'", "'b'", "'c'"]}
     simple, heads = (templates_of(parse_code(code), templates) for templates in (SIMPLE, HEADS))
 
@@ -1226,7 +1226,7 @@ def random_function(rng, code="all", lines=3):
                 yield indent + "else:"
                 yield inside + write(simple)
 
-    body = "\n".join(block("    ", lines))
+    body = "\n".join(block("    ", statements))
     values = {name: rng.randint(0, 9) for name in "abc"}
     values |= {name: rng.choices(range(10), k=3) for name in "xy"}
     values |= {name: "".join(rng.choices("abc", k=3)) for name in "st"}
@@ -1236,10 +1236,10 @@ def random_function(rng, code="all", lines=3):
     return f"def f({', '.join(names)}):\n{body}\n    return {result}", arguments
 
 
-def random_rows(rng, code="all", lines=3):
+def random_rows(rng, code="all", statements=3):
     """Rows of functions made at random, without end."""
     for number in count():
-        source, arguments = random_function(rng, code, lines)
+        source, arguments = random_function(rng, code, statements)
         with contextlib.suppress(Rejected):
             yield unroll({"id": f"random {number}", "code": source, "input": arguments})
 
@@ -1256,8 +1256,8 @@ class Trace(Task):
     """The trace of a function (P2 section 2): its assert asks for the output. State: its variables, as text.
 
     Functions are made at random, of the kinds of `code`, or are those of trace_file, of which nothing is
-    executed again. Stage L: L lines before the assert; L:M: M to L. What is held out are the lines that run,
-    with all inputs."""
+    executed again. Stage L: L lines before the assert; L:M: M to L. Held out are the lines that ran, whatever
+    the arguments and the output; one function can have traces in both splits."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
     whole = True
@@ -1280,8 +1280,8 @@ class Trace(Task):
         if not int(stage.kind or stage.length) <= len(row["states"]) <= stage.length:
             return False
         _, lines, last = split_trace(row)
-        given = len(lines) - row["steps"]                                 # 1 if it begins with arguments
-        program = "\n".join(lines[given:]) or last.rpartition(" == ")[0]
+        argument_lines = len(lines) - row["steps"]                        # 0 or 1
+        program = "\n".join(lines[argument_lines:]) or last.removesuffix(f" == {row['output']}")
         return is_test(program) == (split == "test")
 
     @lru_cache(maxsize=100)
@@ -1292,12 +1292,12 @@ class Trace(Task):
     def draw(self, rng, stage, split):
         if self.trace_file:
             rows = self.fitting(stage, split)
+            row = rng.choice(rows) if rows else None
         else:
             tried = islice(random_rows(rng, self.code, stage.length), 10_000)
-            rows = list(islice((row for row in tried if self.fits(row, stage, split)), 1))
-        if not rows:
+            row = next((row for row in tried if self.fits(row, stage, split)), None)
+        if not row:
             raise ValueError(f"stage {stage}: there are no such traces in the {split} split")
-        row = rng.choice(rows)
         around, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):

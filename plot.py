@@ -110,12 +110,15 @@ def label(result, runs, aside):
     return ", ".join(words)
 
 
+def curriculum_of(result):
+    """A run's stages, as text."""
+    curriculum = result["config"]["curriculum"]
+    return TASKS[result["task"]].curriculum if curriculum == "auto" else curriculum
+
+
 def trained(result):
     """The last stage of a run's curriculum."""
-    curriculum = result["config"]["curriculum"]
-    if curriculum == "auto":
-        curriculum = TASKS[result["task"]].curriculum
-    return parse_stages(curriculum)[-1]
+    return parse_stages(curriculum_of(result))[-1]
 
 
 def got_there(runs):
@@ -124,11 +127,15 @@ def got_there(runs):
     return np.mean(there) >= 0.5
 
 
+def task_of(result):
+    """The task of a run."""
+    kind, config = TASKS[result["task"]], result["config"]
+    return kind(states=config["states"], **{name: config[name] for name in kind.settings if name in config})
+
+
 def chance_of(result):
     """Accuracy of always guessing the most frequent answer."""
-    kind = TASKS[result["task"]]
-    task = kind(**{name: result["config"][name] for name in kind.settings})
-    return task.chance(trained(result))
+    return task_of(result).chance(trained(result))
 
 
 def evaluations(args, aside=()):
@@ -351,27 +358,32 @@ def nats(args):
     return figure
 
 
-WAYS = ["not told, one length", "not told, a curriculum", "told to a head", "told in the text"]
+WAYS = ["not told", "not told, a curriculum", "told to a head", "told in the text"]
 
 
 def way(result):
-    """How a run was told its states: one of WAYS."""
-    if result["config"]["states"] == "text":
+    """How a run was taught: one of WAYS."""
+    states = task_of(result).states
+    if states == "text":
         return WAYS[3]
-    if result["config"]["states"] == "none":
-        return WAYS[1] if trained(result).kind else WAYS[0]
-    return WAYS[2]
+    if states != "none":
+        return WAYS[2]
+    stages = parse_stages(curriculum_of(result))
+    return WAYS[1] if len(stages) > 1 or stages[0].kind else WAYS[0]
 
 
 def seen_until(result, accuracy=0.95):
-    """Traces seen when so many held-out answers were right for the first time, or None."""
-    return next((samples for samples, _, right in result["held_out"] if right >= accuracy), None)
+    """Traces seen when the held-out accuracy in the last stage first was so high, or None."""
+    last = result["eval"][0]["stage"]
+    return next((samples for samples, stage, right in result["held_out"]
+                 if stage == last and right >= accuracy), None)
 
 
 def samples(args):
     """Traces until 95 % of the held-out answers were right: a panel a task, a column a model, a marker a way
-    to be told the states. Hollow: not within so many."""
-    runs = [result for path in args.paths for result in read_lines(path)]
+    to teach it. Hollow: not reached; drawn where the run ended."""
+    runs = [result for group in load(args, aside=["curriculum", "states", "state_layer"]).values()
+            for result in group]
     tasks = list(dict.fromkeys((result["task"], trained(result).length) for result in runs))
     figure, [panels] = plt.subplots(1, len(tasks), figsize=(13, 4.5), squeeze=False, sharey=True)
     for axes, (task, length) in zip(panels, tasks):
@@ -379,7 +391,8 @@ def samples(args):
         names = list(dict.fromkeys(column(result) for result in here))
         for number, (name, look) in enumerate(zip(WAYS, LOOKS)):
             look = {**look, "linestyle": "", "markersize": 8}
-            points = [(names.index(column(result)) + (number - 1.5) / 6, seen_until(result), result["samples"])
+            aside = (number - 1.5) / 6                      # side by side
+            points = [(names.index(column(result)) + aside, seen_until(result), result["samples"])
                       for result in here if way(result) == name]
             reached = [(x, seen) for x, seen, _ in points if seen]
             missed = [(x, most) for x, seen, most in points if not seen]
@@ -388,7 +401,8 @@ def samples(args):
         axes.set_yscale("log")
         axes.set_xticks(range(len(names)), names)
         axes.set_xlim(-0.5, len(names) - 0.5)
-        finish(axes, "hollow: not within so many", "traces until 95 % are right", f"{task}, {length} lines")
+        finish(axes, "hollow: not reached, drawn where the run ended", "traces until 95 % are right",
+               f"{task}, {length} lines")
         axes.get_legend().remove()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
@@ -480,8 +494,9 @@ def one_model(args, traces, kind=torch.nn.Module):
     [stage] = parse_stages(args.at)
     cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
-    if cfg.task != "repl" or not all(isinstance(mixer, kind) for mixer in mixers):
-        raise ValueError(f"{args.command}: give a run of repl; for drift and heads, of deltanet")
+    if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
+        raise ValueError(f"{args.command}: give a run of repl without states in the text; drift and heads need"
+                         " deltanet")
     return cfg, task, model, stage
 
 

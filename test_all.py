@@ -158,7 +158,7 @@ def test_targets_are_shifted_tokens_and_answers_and_line_ends_are_marked(kind, s
     batch, texts = make(task, stage, 50)
     assert batch.state is None and batch.state_text is None
     assert (batch.target[:, :-1] == batch.tokens[:, 1:]).all() and not batch.target[:, -1].any()
-    assert not batch.told.any()
+    assert not batch.state_in_text.any()
     for tokens, target, asked, ends, text in zip(*batch[:3], batch.line_end, texts):
         said = re.findall(r"assert .* == (.*\n)" if task.whole else r"^\w (\d)$", text, re.M)
         assert said and task.tokenizer.decode(target[asked]) == "".join(said)
@@ -184,7 +184,7 @@ def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
             assert not linear or linear.state[b, ends[i]].tolist() == SLOTS[kind](task, memory)
         assert [task.tokenizer.decode(row).rstrip("\0") for row in spoken.state_text[b] if any(row)] == said
         assert commented[b] == "".join(read)
-        told = task.tokenizer.decode(in_text.target[b][in_text.told[b]])
+        told = task.tokenizer.decode(in_text.target[b][in_text.state_in_text[b]])
         assert told == "".join(re.findall("  # (.*\n)", commented[b])) and told
     assert not linear or (linear.state[~linear.line_end] == -1).all()
 
@@ -2092,7 +2092,7 @@ def test_an_answer_counts_in_training_only_if_all_states_in_the_text_before_it_a
     right = torch.ones_like(batch.asked)
     assert train.answers(task, batch, right).all()
     second = batch.asked[1].nonzero()[1]
-    between = (batch.told[1] & (torch.arange(right.shape[1]) > second)).nonzero()[0]
+    between = (batch.state_in_text[1] & (torch.arange(right.shape[1]) > second)).nonzero()[0]
     right[1, between] = False                                             # a state after the second answer
     right[2, batch.asked[2].nonzero()[1]] = False                         # the second answer itself
     assert train.answers(task, batch, right).tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]]
@@ -2565,15 +2565,17 @@ def test_with_states_in_the_text_play_shows_what_the_model_writes_and_goes_on_fr
         f"python: c = {c}  # a={a}, b={b}, c={c}", f"python: a, b, c = b, a, c  # a={b}, b={a}, c={c}",
         f"python: a {b}"]
     _, task, _, model = train.load_model(only(tmp_path), device="cpu")
-    text, states = "", [line.partition("# ")[2] for line in out if "python:" in line]
+    read, states = [], [line.partition("# ")[2].partition("  <--")[0] for line in out if "python:" in line]
+    encode, decode = task.tokenizer.encode, task.tokenizer.decode
     with torch.no_grad():                                                 # from the start for each token
         for line, shown, state in zip([*firsts, ">>> a, b, c = b, a, c"], said, states):
-            text, written = f"{text}{line}  # ", ""
-            while not written.endswith("\n") and len(written) < 2 * len(state.partition("  <--")[0]):
-                hidden, _, _ = model(torch.tensor([task.tokenizer.encode(text + written)]))
-                written += task.tokenizer.decode([model.head(hidden[0, -1]).argmax().item()])
-            text += written.rstrip("\n") + "\n"
-            assert f">>> {shown[len('model:  '):]}".rpartition(" (")[0] == text.splitlines()[-1]
+            read, wrote = read + encode(f"{line}  # "), []
+            while not decode(wrote).endswith("\n") and len(wrote) < 2 * len(encode(state + "\n")):
+                hidden, _, _ = model(torch.tensor([read + wrote]))
+                wrote.append(model.head(hidden[0, -1]).argmax().item())
+            text = decode(encode(f"{line}  # ") + wrote).strip().removeprefix(">>> ")
+            assert shown[len("model:  "):].rpartition(" (")[0] == text
+            read += wrote[:-1] + encode("\n")
 
 
 def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, capsys):
@@ -2904,7 +2906,7 @@ def test_samples_to_95_percent_have_a_panel_a_task_and_are_hollow_where_it_was_n
     assert [left.get_title(), right.get_title()] == ["parity, 8 lines", "listperm, 4 lines"]
     assert ticks(left.xaxis) == ["deltanet\n[-1, 1]", "deltanet\n[0, 1]", "lstm"]
     points = {line.get_label(): line.get_xydata() for line in left.lines if len(line.get_xdata())}
-    for name, (x, y) in {"told to a head": (0, 200), "not told, one length": (1, 300),
+    for name, (x, y) in {"told to a head": (0, 200), "not told": (1, 300),
                          "told in the text": (2, 400)}.items():
         [[found, seen]] = points[name]
         assert abs(found - x) < 0.3 and seen == y
@@ -2912,6 +2914,54 @@ def test_samples_to_95_percent_have_a_panel_a_task_and_are_hollow_where_it_was_n
     assert hollow.get_markerfacecolor() == "none" and hollow.get_ydata().tolist() == [9000]
     assert hollow.get_marker() == next(line for line in right.lines if "curriculum" in line.get_label()).get_marker()
 
+
+def test_kl_is_drawn_in_a_panel_for_prints_at_random_and_one_for_forced_ones():
+    rows = [{"stage": f"{L}x2{kind}", "kl": kl * L, "floor": 0.5}
+            for L in (8, 32) for kind, kl in (("", 0.01), (":forced", 1))]
+    for axes, kl in zip(plot.nats(of(result(task="pfsa", n_vars=3, rows=rows))).axes, (0.01, 1)):
+        model, chance, length = axes.lines
+        assert model.get_xdata().tolist() == [8, 32] and np.allclose(model.get_ydata(), [8 * kl, 32 * kl])
+        assert np.allclose(chance.get_ydata(), np.log(3) - 0.5) and length.get_xdata()[0] == 32
+
+
+def test_lengths_of_traces_are_counted():
+    steps = [0, 3, 3, 50, 3]
+    [axes] = plot.lengths(of(*({"steps": n} for n in steps))).axes
+    bars = {round(bar.get_x() + 0.5): bar.get_height() for bar in axes.patches if bar.get_height()}
+    assert bars == Counter(steps)
+
+
+def test_the_accuracy_figures_schemes_are_the_scan_but_for_one_thing():
+    scans = {name: functools.partial(plot.scheme, name=name) for name in ["nothing", *plot.SCHEMES]}
+    scans["ours"] = delta_rule
+    swaps, alike = (kernels.drift(kind, scans, marks=[1024]) for kind in ("transpositions", "collinear 1e-3"))
+    assert swaps["nothing"] == pytest.approx(swaps["ours"], rel=0.1)
+    assert swaps["ours"] < [1e-5] < swaps["beta / |k|^2 first"] < [1e-3] < swaps["state read in bf16"]
+    assert alike["ours"] < [1e-3] and [1] < alike["Neumann inverse"] and [1] < alike["no division by |k|^2"]
+
+
+def test_filters_show_where_each_format_ends():
+    halvings = {"float16": 14 + 10, "bfloat16": 126 + 7, "float32": 126 + 23, "float64": 1022 + 52}
+    ends = {f"torch.{name}: 0 after {n + 1}" for name, n in halvings.items()}    # half of the least number is 0
+    assert ends < set(words_of(plot.filters(of()).axes[0]))
+
+
+def test_a_runs_folder_and_its_line_in_a_table_give_the_same_figure():
+    small = "--curriculum 2x1 --max-samples 320 --warmup 0 --cooldown 0 --d-model 16 --eval-samples 4 --out runs"
+    assert not train.main(small.split())
+    [folder] = Path("runs").iterdir()
+    Path("table.jsonl").write_text((folder / "result.json").read_text())
+    one, other = (plot.scores(of(path=path)).axes[0] for path in (str(folder), "table.jsonl"))
+    assert np.array_equal(one.images[0].get_array(), other.images[0].get_array())
+    assert words_of(one) == words_of(other)
+    accuracy = [float(line.split(",")[-2]) for line in open(folder / "metrics.csv").readlines()[1:]]
+    line = plot.curve(of(path=str(folder))).axes[0].lines[0]
+    assert line.get_xdata().tolist() == list(range(80, 321, 8))
+    assert np.allclose(line.get_ydata(), [np.mean(accuracy[i:i + 10]) for i in range(31)])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# plot.py: the committed figures
 
 def all_figures(monkeypatch, change=lambda line: line):
     """All figures from a copy of the committed tables, each line of them changed -> {name: Figure}."""

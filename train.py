@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import data
-from data import GROUPS, PAD, Batch, Stage, Tokenizer, parse_stages
+from data import ASKED, GROUPS, PAD, STATE, Batch, Stage, Tokenizer, parse_stages
 from kernels import resolve_backend
 from models import LM, MIXERS, tensors
 from pfsa import Hidden, compare
@@ -174,8 +174,8 @@ def check(cfg):
         raise ValueError(f"--stage-samples times {len(stages)} stages is {total}: raise --max-samples")
     if cfg.warmup + cfg.cooldown > total:
         raise ValueError(f"--warmup plus --cooldown is more than the run's {total} traces: lower them")
-    if cfg.carry > 1 and (cfg.task not in ("repl", "group") or task.states in ("transformer", "contrastive")):
-        raise ValueError("--carry is for --task repl and group, and for --states linear, text or none")
+    if cfg.carry > 1 and (cfg.task not in ("repl", "group") or task.states not in ("linear", "none")):
+        raise ValueError("--carry is for --task repl and group, and for --states linear or none")
     for stage in stages:
         task.batch(cfg.seed, "train", stage, 0, 1)
     for stage in stages + eval_stages(cfg, task, stages):
@@ -263,23 +263,23 @@ def autocast(cfg, device):
     return torch.autocast(device.type, torch.bfloat16) if cfg.dtype == "bf16" else nullcontext()
 
 
-def written(batch):
-    """(B, T) bool: the targets that are a model's own to write, answers and states in the text."""
-    return batch.asked | batch.told
+def to_write(batch):
+    """(B, T) bool: the targets that are part of an answer or of a state in the text."""
+    return batch.asked | batch.state_in_text
 
 
 def right_tokens(batch, logits):
-    """logits (N, vocabulary) at the N targets that are `written` -> (B, T) bool, which of them are right."""
-    here, right = written(batch), torch.zeros_like(batch.asked)
+    """logits (N, vocabulary) at the N targets `to_write` -> (B, T) bool, which of them are right."""
+    here, right = to_write(batch), torch.zeros_like(batch.asked)
     right[here] = logits.argmax(-1) == batch.target[here]
     return right
 
 
 def answers(task, batch, right):
     """right (B, T) bool, of the tokens -> (B, R), of each answer. With states in the text, all states before
-    an answer must be right, too. (Else it could be copied from a true state, and nothing be tracked.)"""
-    lost = (batch.told & ~right).cumsum(1) > 0
-    right = right & ~lost
+    an answer must be right, too: otherwise a model could copy it from a true state, and track nothing."""
+    after_error = (batch.state_in_text & ~right).cumsum(1) > 0
+    right = right & ~after_error
     if task.whole:
         return (right | ~batch.asked).all(1, keepdim=True)
     return right[batch.asked].view(len(right), -1)
@@ -297,7 +297,7 @@ def losses(task, model, batch, state=None):
         terms["reveal"] = nats[batch.asked].mean()
     if task.states in ("linear", "transformer", "contrastive"):
         terms["state"] = model.to_state.loss(model, told, batch)
-    return terms, answers(task, batch, right_tokens(batch, logits[written(batch)])), state
+    return terms, answers(task, batch, right_tokens(batch, logits[to_write(batch)])), state
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -341,39 +341,41 @@ def read(model, tokens, places, cfg):
 
 
 def evaluate(model, task, stage, cfg):
-    """Accuracy on held-out traces of a stage, given the true lines before each answer.
+    """Accuracy on held-out traces of a stage. The model reads the true lines. With states in the text, it
+    writes the states itself, and reads on from what it wrote.
 
     -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
     nats an answer: "kl", from the exact predictive to the model's; "final_kl", the same at the last; "loss",
     of the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
-
-    With states in the text, the model writes them itself, and all of the above is about its answers then.
-    Also, with the true states before it: "next_state", accuracy of whole states, and "given_states", of
-    answers; and "traces", for each [states, states before the first wrong one, accuracy]."""
-    rows, nats, given, states = [], [], [], []
+    With states in the text also, if what stands before is true: "next_state", accuracy of whole states, and
+    "given_states", of answers; and "traces", for each [states, right ones before the first wrong one,
+    accuracy with its own states]."""
+    rows, nats, given, states, to_repeat = [], [], [], [], []
     for batch in held_out_batches(task, stage, cfg, next(model.parameters()).device):
-        hidden = read(model, batch.tokens, written(batch), cfg)
+        hidden = read(model, batch.tokens, to_write(batch), cfg)
         with torch.no_grad(), autocast(cfg, hidden.device):
             logits = model.head(hidden)
         right = right_tokens(batch, logits)
-        rows.append(answers(task, batch, right))
-        if batch.told.any():
-            given.append(answers(task, batch, right | batch.told))
-            states += map(state_by_state, batch.told.tolist(), right.tolist())
-            lost = (batch.told & ~right).any(1)           # the others would write what they have read
-            if lost.any():
-                rows[-1][lost] = on_its_own(model, task, [x[lost] for x in batch[:4]], cfg)
+        rows += answers(task, batch, right)
+        if task.states == "text":
+            given += answers(task, batch, right | batch.state_in_text)
+            states += map(state_by_state, batch.state_in_text.tolist(), right.tolist())
+            to_repeat += zip(*(x.tolist() for x in batch[:4]))
         if batch.chances is not None:
             target = batch.target[batch.asked]
             nats.append(compare(logits, target, batch.chances[batch.asked]).view(len(batch.asked), -1, 3))
-    by_answer = torch.cat(rows).double().mean(0)
+    with_error = [i for i, trace in enumerate(states) if not all(trace)]
+    for i, right in zip(with_error, on_its_own(model, task, [to_repeat[i] for i in with_error], cfg)):
+        rows[i] = right
+    rows = torch.stack(rows).double()                                 # (traces, answers)
+    by_answer = rows.mean(0)
     row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
            "by_answer": by_answer.tolist()}
     if given:
+        first_right = [sum(itertools.takewhile(bool, trace)) for trace in states]
         row["next_state"] = sum(map(sum, states)) / sum(map(len, states))
-        row["given_states"] = torch.cat(given).double().mean().item()
-        row["traces"] = [[len(one), [*one, False].index(False), accuracy]
-                         for one, accuracy in zip(states, torch.cat(rows).double().mean(1).tolist())]
+        row["given_states"] = torch.stack(given).double().mean().item()
+        row["traces"] = list(map(list, zip(map(len, states), first_right, rows.mean(1).tolist())))
     if nats:
         kl, loss, floor = torch.cat(nats).unbind(-1)                  # each (traces, answers)
         row.update(kl=kl.mean().item(), final_kl=kl[:, -1].mean().item(), loss=loss.mean().item(),
@@ -381,51 +383,57 @@ def evaluate(model, task, stage, cfg):
     return row
 
 
-def state_by_state(told, right):
-    """told, right: T bools each, of a trace's targets -> [whether each state in its text is right]."""
-    runs = itertools.groupby(zip(told, right), key=lambda pair: pair[0])
-    return [all(one_right for _, one_right in run) for is_state, run in runs if is_state]
+def state_by_state(is_state, right):
+    """is_state, right: T bools each, of a trace's targets -> [whether each state in its text is right]."""
+    found = []
+    for t, here in enumerate(is_state):
+        if here and not is_state[t - 1]:
+            found.append(True)
+        if here and not right[t]:
+            found[-1] = False
+    return found
 
 
 @torch.no_grad()
 def on_its_own(model, task, traces, cfg):
-    """Read traces' true lines, but write the states and the answers: greedily, token by token, all traces at
-    once. traces: tokens, target, asked, told, (B, T) each, of a Batch. -> right (B, R), of each answer."""
-    device = traces[0].device
-    writers = [write_along(task, *trace) for trace in zip(*(x.tolist() for x in traces))]
-    tokens, found, state = [next(writer) for writer in writers], {}, None
-    while len(found) < len(writers):
+    """Read the true lines of traces, but write their states and answers: greedily, token by token, all
+    traces at once. traces: [tokens, target, asked, state_in_text] each, as lists. -> [right (R,) bool]."""
+    device = next(model.parameters()).device
+    found, state = [[] for _ in traces], None
+    writers = [write_along(task, *trace, right) for trace, right in zip(traces, found)]
+    tokens = [next(writer) for writer in writers]
+    while any(token is not None for token in tokens):
         with autocast(cfg, device):
-            hidden, _, state = model(torch.tensor(tokens, device=device)[:, None], state)
+            here = torch.tensor([[token or PAD] for token in tokens], device=device)
+            hidden, _, state = model(here, state)
             guesses = model.head(hidden[:, -1]).argmax(-1).tolist()
-        for b, writer in enumerate(writers):
-            if b not in found:
-                try:
-                    tokens[b] = writer.send(guesses[b])
-                except StopIteration as end:
-                    found[b] = end.value
-    return torch.tensor([found[b] for b in range(len(writers))], device=device)
+        tokens = [writer.send(guess) for writer, guess in zip(writers, guesses)]
+    return [torch.tensor(right, device=device) for right in found]
 
 
-def write_along(task, tokens, target, asked, told):
-    """A coroutine that goes along one trace: it yields the token to be read next, and is sent the model's
-    guess at the one after that. Where the trace has a state, or an answer of several tokens, the guesses are
-    what is read, until a newline, or until twice as many as in truth. -> [whether each answer is right]."""
-    newlines, own = task.tokenizer.newlines, [x or y for x, y in zip(asked, told)]
-    right, t = [], 0
+def write_along(task, tokens, target, asked, is_state, right):
+    """A generator that walks through one trace. It yields the next token to read, and send(guess) gives it
+    the model's prediction of the token after that. Instead of the states and of an answer with a newline,
+    it yields what was guessed, up to a newline or to twice the true length. It appends to `right` whether
+    each answer was right. After the end it yields None."""
+    newlines = task.tokenizer.newlines
+    t = 0
     while t < len(tokens) and tokens[t] != PAD:
         guess = yield tokens[t]
-        if not own[t]:
+        if not (asked[t] or is_state[t]):
             t += 1
             continue
-        end = own.index(False, t)
+        end = (asked if asked[t] else is_state).index(False, t)
         truth, said = target[t:end], [guess]
-        while truth[-1] in newlines and said[-1] not in newlines and len(said) < 2 * len(truth):
-            said.append((yield said[-1]))
+        limit = 2 * len(truth) if truth[-1] in newlines else 1
+        while said[-1] not in newlines and len(said) < limit:
+            guess = yield said[-1]
+            said.append(guess)
         if asked[t]:
             right.append(said == truth)
-        t = end                                           # the true newline, or the true answer, is read next
-    return right
+        t = end                                           # read the true newline, or the true answer, next
+    while True:
+        yield None
 
 
 def show(row, task):
@@ -605,7 +613,7 @@ def stream(cfg, task, at, device):
 
 def cut(batch, parts):
     """A batch -> its pieces in time, equally long, but that the first one takes the remainder."""
-    if parts == 1:                                        # a state's text has no time to cut
+    if parts == 1:                                        # state_text has no time to cut
         return [batch]
     T = batch.tokens.shape[1]
     sizes = [T - (parts - 1) * (T // parts)] + [T // parts] * (parts - 1)
@@ -792,55 +800,48 @@ class Player:
         self.device, self.state = next(self.model.parameters()).device, None
 
     @torch.no_grad()
-    def read(self, text):
-        """-> the next token that the model expects, and its probability."""
-        tokens = torch.tensor([self.task.tokenizer.encode(text)], device=self.device)
+    def next(self, tokens):
+        """Read tokens. -> the token that the model expects next, and its probability."""
         with autocast(self.cfg, self.device):
-            hidden, _, self.state = self.model(tokens, self.state)
+            hidden, _, self.state = self.model(torch.tensor([tokens], device=self.device), self.state)
             probabilities = self.model.head(hidden[0, -1]).float().softmax(-1)
         token = probabilities.argmax().item()
-        return self.task.tokenizer.decode([token]), probabilities[token].item()
+        return token, probabilities[token].item()
 
-    def answer(self, line):
-        """Read a line that Python printed, with its own end in place of the model's. -> line, probability."""
-        shown = line.text[:-len(line.answer) - 1]
-        said, probability = self.read(shown)
-        self.read(f"{line.answer}\n")
-        return shown + said, probability
-
-    def write(self, line):
-        """Read a line that has a state in the text; the model writes the state. -> line, probability."""
-        shown = self.task.comment(line)[:-len(line.state) - 1]
-        said, probability = self.read(shown)
-        text, product = "", 1.0
-        while not said.endswith("\n") and len(text) < 2 * len(line.state):
-            text, product = text + said, product * probability
-            said, probability = self.read(said)
-        self.read("\n")
-        return shown + text, product * probability
-
-    def show(self, line):
-        """Print a line, and what the model says where it is asked."""
-        if line.answer:
-            (said, probability), true = self.answer(line), line.text.rstrip()
-        elif self.task.comment(line) != line.text:
-            (said, probability), true = self.write(line), self.task.comment(line).rstrip()
+    def say(self, line):
+        """Read a line. Print what the model says instead of its answer or its state, if it has one, and what
+        is true. It reads the true answer, but its own state."""
+        (tokens, marks, _), newlines = self.task.encode([line]), self.task.tokenizer.newlines
+        if not any(marks):
+            self.next(tokens)
+            return
+        start = marks.index(max(marks))                                   # of the answer, or of the state
+        token, probability = self.next(tokens[:start])
+        said = [token]
+        if ASKED in marks:
+            self.next(tokens[start:])
         else:
-            return self.read(line.text)
-        mark = "" if said == true else "  <-- the model is wrong"
-        print(f"model:  {said.removeprefix(self.task.prompt)} ({probability:.1%})")
-        print(f"python: {true.removeprefix(self.task.prompt)}{mark}")
+            while said[-1] not in newlines and len(said) < 2 * marks.count(STATE):
+                token, more = self.next([token])
+                said.append(token)
+                probability *= more
+            self.next(tokens[-1:])
+        decode, prompt = self.task.tokenizer.decode, self.task.prompt
+        model, python = (decode(x).strip().removeprefix(prompt) for x in (tokens[:start] + said, tokens))
+        mark = "" if model == python else "  <-- the model is wrong"
+        print(f"model:  {model} ({probability:.1%})")
+        print(f"python: {python}{mark}")
 
 
 def play(path, device):
     """Read lines until there are no more, execute them, and say what the model expects each print to show.
-    With states in the text it also writes what memory holds; it goes on from what it wrote."""
+    With states in the text the model also writes what memory holds, and reads on from what it wrote."""
     player, memory = Player(path, device), {}
     task, cfg = player.task, player.cfg
     program = task.program(random.Random(cfg.seed), Stage(1), memory)
     for line in data.run(itertools.islice(program, cfg.n_vars), memory, task.prompt, task.see):
         print(line.text, end="")
-        player.show(line)
+        player.say(line)
     prompt = task.prompt if sys.stdin.isatty() else ""
     while True:
         try:
@@ -851,7 +852,7 @@ def play(path, device):
             print(error)
             continue
         for line in data.run([source], memory, task.prompt, task.see):
-            player.show(line)
+            player.say(line)
 
 
 def evaluate_run(args, given):
