@@ -495,8 +495,8 @@ def one_model(args, traces, kind=torch.nn.Module):
     cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
-        raise ValueError(f"{args.command}: give a run of repl without states in the text; drift and heads need"
-                         " deltanet")
+        raise ValueError(f"{args.command}: give a run of repl, without states in the text; for drift and "
+                         "heads, of deltanet")
     return cfg, task, model, stage
 
 
