@@ -1,5 +1,5 @@
 """
-The models: one language model, fourteen mixers, each an equation.
+The models: one language model, fourteen mixers, each an equation, and a control without one.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
@@ -15,6 +15,7 @@ The models: one language model, fourteen mixers, each an equation.
   lstm, gru, rnn    torch's own, not linear in the state either
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
   path              softmax attention without positions; a key is multiplied by I - beta w w^T of later tokens
+  no_mixer          a control: what the convolution and the MLP can do alone
 
 All with an S read o_t = S_t^T q_t and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
 reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. In front
@@ -306,6 +307,17 @@ class Recurrent(nn.Module):
         return self.rnn(x, state)
 
 
+class NoMixer(nn.Module):
+    """A control: nothing passes between tokens but through the convolution in front. State: none."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
+
+    def forward(self, x, state=None):
+        return self.out(x), ()
+
+
 MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y, state)
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
@@ -321,6 +333,7 @@ MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y
     "lstm": lambda cfg: Recurrent(cfg, nn.LSTM),
     "gru": lambda cfg: Recurrent(cfg, nn.GRU),
     "rnn": lambda cfg: Recurrent(cfg, nn.RNN),
+    "no_mixer": NoMixer,
 }
 
 
