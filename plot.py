@@ -390,6 +390,8 @@ def samples(args):
         here = [result for result in runs if (result["task"], trained(result).length) == (task, length)]
         names = list(dict.fromkeys(column(result) for result in here))
         for number, (name, look) in enumerate(zip(WAYS, LOOKS)):
+            if name not in map(way, runs):
+                continue
             look = {**look, "linestyle": "", "markersize": 8}
             aside = (number - 1.5) / 6                      # side by side
             points = [(names.index(column(result)) + aside, seen_until(result), result["samples"])
