@@ -381,7 +381,7 @@ def seen_until(result, accuracy=0.95):
 
 def samples(args):
     """Traces until 95 % of the held-out answers were right: a panel a task, a column a model, a marker a way
-    to teach it. Hollow: not reached; drawn where the run ended."""
+    to teach it. Hollow: not reached; drawn where the run ended, with its accuracy there."""
     runs = [result for group in load(args, aside=["curriculum", "states", "state_layer"]).values()
             for result in group]
     tasks = list(dict.fromkeys((result["task"], trained(result).length) for result in runs))
@@ -394,16 +394,19 @@ def samples(args):
                 continue
             look = {**look, "linestyle": "", "markersize": 8}
             aside = (number - 1.5) / 6                      # side by side
-            points = [(names.index(column(result)) + aside, seen_until(result), result["samples"])
-                      for result in here if way(result) == name]
-            reached = [(x, seen) for x, seen, _ in points if seen]
-            missed = [(x, most) for x, seen, most in points if not seen]
-            axes.plot(*np.reshape(reached, (-1, 2)).T, **look, label=name)
-            axes.plot(*np.reshape(missed, (-1, 2)).T, **look, markerfacecolor="none")
+            axes.plot([], **look, label=name)
+            for result in here:
+                if way(result) == name:
+                    x, seen = names.index(column(result)) + aside, seen_until(result)
+                    axes.plot(x, seen or result["samples"], **look, fillstyle="full" if seen else "none")
+                    if not seen:
+                        end = result["eval"][0]["accuracy"]
+                        axes.annotate(f"{end:.0%}", (x, result["samples"]), (0, -7), fontsize=8, ha="center",
+                                      va="top", rotation=90, textcoords="offset points")
         axes.set_yscale("log")
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(range(len(names)), names, fontsize=8)
         axes.set_xlim(-0.5, len(names) - 0.5)
-        finish(axes, "hollow: not reached, drawn where the run ended", "traces until 95 % are right",
+        finish(axes, "hollow: not reached; accuracy at the run's end", "traces until 95 % are right",
                f"{task}, {length} lines")
         axes.get_legend().remove()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -2905,14 +2905,14 @@ def test_samples_to_95_percent_have_a_panel_a_task_and_are_hollow_where_it_was_n
     left, right = figure.axes
     assert [left.get_title(), right.get_title()] == ["parity, 8 lines", "listperm, 4 lines"]
     assert ticks(left.xaxis) == ["deltanet\n[-1, 1]", "deltanet\n[0, 1]", "lstm"]
-    points = {line.get_label(): line.get_xydata() for line in left.lines if len(line.get_xdata())}
-    for name, (x, y) in {"told to a head": (0, 200), "not told": (1, 300),
-                         "told in the text": (2, 400)}.items():
+    names = {line.get_marker(): line.get_label() for line in left.lines if line.get_label()[0] != "_"}
+    points = {names[line.get_marker()]: line.get_xydata() for line in left.lines if len(line.get_xdata())}
+    for name, (x, y) in {"told to a head": (0, 200), "not told": (1, 300), "told in the text": (2, 400)}.items():
         [[found, seen]] = points[name]
         assert abs(found - x) < 0.3 and seen == y
     [hollow] = [line for line in right.lines if len(line.get_xdata())]
-    assert hollow.get_markerfacecolor() == "none" and hollow.get_ydata().tolist() == [9000]
-    assert hollow.get_marker() == next(line for line in right.lines if "curriculum" in line.get_label()).get_marker()
+    assert hollow.get_fillstyle() == "none" and hollow.get_ydata().tolist() == [9000]
+    assert names.get(hollow.get_marker()) == "not told, a curriculum" and right.texts[0].get_text() == "100%"
 
 
 def test_kl_is_drawn_in_a_panel_for_prints_at_random_and_one_for_forced_ones():
