@@ -3214,7 +3214,6 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(HERE / "assets", "assets")
     monkeypatch.setattr(train, "Config", small_config())
-    monkeypatch.setattr(data.Trace, "stage_samples", 32)
     monkeypatch.setattr(pfsa.Hidden, "stage_samples", 16)
     rng = random.Random(0)
     calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(20)]
@@ -3228,7 +3227,8 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     commands = readme_commands()
     assert {words[0] for words in commands} == set(mains)
     for name, *args in commands:
-        for flag, small in ("--max-samples", "64"), ("--params", "20000"), ("--at", "16x4"), ("--cooldown", "16"):
+        for flag, small in {"--max-samples": "64", "--stage-samples": "64", "--params": "20000", "--at": "16x4",
+                            "--cooldown": "16"}.items():
             if flag in args:
                 args[args.index(flag) + 1] = small
         if args == ["--help"]:
