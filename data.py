@@ -17,8 +17,8 @@ A *stage* LxS is one step of a curriculum: L commands or lines, and a print afte
 Symbols: B batch, T tokens, L length, S spacing, n variables.
 
 Held out means never trained on as a whole: a program whose text has a `zlib.crc32` of 0 modulo 8 is a test
-program, all others are training programs. A batch is a pure function of (seed, split, stage, t): nothing is
-stored, and worker processes may make it.
+program, all others are training programs. (Of a function's trace, the text is that of the lines that ran.) A
+batch is a pure function of (seed, split, stage, t): nothing is stored, and worker processes may make it.
 
 Look at samples:   python data.py repl --n-vars 3 --stage 2x1
                    python data.py arith --digits 2 --stage 4
