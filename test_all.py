@@ -2608,6 +2608,7 @@ BAD = {
     "--max-samples 100": "lower them",
     "--params 3000": "change --d-model or --n-layer",
     "--carry 4 --task parity": "--carry is for",
+    "--carry 4 --states text": "--carry is for",
     "--state-layer 2": "give at most --n-layer 1",
     "--task arith --states linear": "transformer or contrastive",
     "--task group --states transformer": "linear or none",
@@ -3038,7 +3039,7 @@ class KnowsAll(torch.nn.Module):
 
 def use(monkeypatch, task, model):
     """Let load_model return this model."""
-    cfg = train.Config(n_vars=task.n_vars, eval_samples=8)
+    cfg = train.Config(n_vars=task.n_vars, eval_samples=8, states=task.states)
     monkeypatch.setattr(plot, "load_model", lambda path, **changes: (cfg, task, None, model))
 
 
@@ -3180,6 +3181,13 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
         plot.main(words.split())
     last = capsys.readouterr().err.splitlines()[-1]
     assert error.value.code == 2 and "error: " in last and reason in last, last
+
+
+def test_looks_inside_refuse_a_model_that_writes_its_states(monkeypatch):
+    use(monkeypatch, Repl(3, states="text"), models.LM(small("deltanet"), 300))
+    for command in (plot.automaton, plot.probe, plot.drift, plot.heads):
+        with pytest.raises(ValueError, match="without states in the text"):
+            command(of(path="a run"))
 
 
 def test_drift_and_heads_refuse_a_model_without_delta_heads(monkeypatch):
