@@ -219,7 +219,13 @@ def schedule(rng, n, B, L, every=2, kind=""):
     L // every are prints, at random places, the same in all B; positions are drawn uniformly.
 
     kind "adversarial": swap the last two, print the first of them, and again. "forced", for P1 Figure 10: the
-    same, but the last two lines print the one and the other."""
+    same, but the last two lines print the one and the other. A number k: at a random place, two positions may
+    swap and one of them is printed, k times in a row; the other lines are random."""
+    if kind.isdigit():
+        pair = sorted(rng.choice(n, 2, replace=False))
+        run = [swap(n, *pair), n_swaps(n) + rng.choice(pair)] * int(kind)
+        others = schedule(rng, n, B, L - len(run), every)
+        return np.insert(others, [rng.integers(L - len(run) + 1)] * len(run), run, axis=1)
     if kind == "":
         swapped, printed = rng.integers(n_swaps(n), size=(B, L)), rng.integers(n, size=(B, L))
         is_print = rng.permutation(L) < L // every
@@ -243,6 +249,15 @@ def figure_9():
     return PFSA([step, stay, stay], [[1, 1, 1], [0, 1, 1], [1, 0, 0]], 1, [[0], [1, 2]])
 
 
+def trap():
+    """Figure 9 with a way back, so that traces may be long. Symbols: step; "now it is 1"; "now it is 2"; a
+    print of "it is 0", "it is 1 or 2"; a print of "it is 0", "it is 1", "it is 2"."""
+    step, stay = figure_9().T[0].astype(float), np.eye(3)
+    to_1, to_2 = (np.outer(stay[i], np.ones(3)) for i in (1, 2))
+    Z = [[1, 1, 1]] * 3 + [[1, 0, 0], [0, 1, 1]] + [*stay]
+    return PFSA([step, to_1, to_2] + [stay] * 5, Z, 1, [[0], [1], [2], [3, 4], [5, 6, 7]])
+
+
 def appendix_b():
     """P1 appendix B: arrangements of three in the order 123, 213, 321, 132, 231, 312, from 123. Symbols: "try
     swap 1-2", which swaps 1-3 instead with probability 1/2; "position 1 holds 1", "... 2", "... 3"."""
@@ -257,107 +272,151 @@ def appendix_b():
 # The task: these queries as lines of Python
 
 class Hidden(Task):
-    """REPL traces with hidden branches: n assignments, then L lines, of which L // S print a variable and the
-    others are maybe-swaps. n_vars is 2 to 5, as a belief has n! entries. The state is the number of the
-    arrangement, one slot of n! classes; a Batch has the exact beliefs and predictives.
+    """REPL traces with hidden branches: assignments, then L lines, of which L // S are prints. The state is one
+    slot; a Batch has the exact beliefs and predictives. Below are two such tasks.
 
-    Lx2:adversarial and Lx2:forced (see `schedule`) are for evaluation: they have only n! programs each, all
-    of them test programs. In a forced trace `random` returns 1, so nothing is ever swapped: P1 Figure 10. Its
-    answers are not sampled, so there only the KL to the predictive has a meaning, not the loss."""
+    LxS:k holds a run of k lines with a branch, each followed by a print; see the tasks. Lx2:forced has no
+    other lines, and its branches are not random: there only the KL to the predictive has a meaning, not the
+    loss. It has few programs, all of them test programs."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                                                  # nobody can be 90 % right
-    settings = ("n_vars",)
     n_slots = 1
+    for_tests = "forced",                                                 # kinds of stages
 
-    def __init__(self, n_vars=3, **others):
-        if not 2 <= n_vars <= 5:
-            raise ValueError(f"--n-vars {n_vars}: choose 2 to 5, as a belief has n! entries")
-        self.n_vars, self.names, self.automaton = n_vars, LETTERS[:n_vars], maybe_swaps(n_vars)
-        self.n_classes = self.automaton.m
+    def __init__(self, automaton, sources, symbols, first, **others):
+        """sources: a line of Python for each query of the automaton. symbols: {a line of a trace: symbol}.
+        first: how many assignments a trace starts with. They are read from the uniform belief on."""
+        self.automaton, self.sources, self.symbols, self.first = automaton, sources, symbols, first
+        self.n_classes = automaton.m
+        self.n_answers = max(map(len, automaton.queries))
+        self.possible = np.zeros((len(automaton.Z), self.n_answers, automaton.m))
+        for query in automaton.queries:                                   # by symbol: where each answer to its
+            self.possible[query, :len(query)] = automaton.Z[query]        # query is possible
         super().__init__(**others)
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: a branch is hidden, nobody can write its state; "
                              "give linear (the exact belief) or none")
 
-        numbers = permutations(range(1, n_vars + 1))
-        self.number = {values: i for i, values in enumerate(numbers)}     # what the variables hold -> state
-        swaps = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
-                 for x, y in combinations(self.names, 2)]
-        prints = [f"print('{x}', {x})" for x in self.names]
-        self.sources = swaps + prints                                     # by number of the query
-        self.symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}    # by line of a trace
-        for i, name in enumerate(self.names):
-            for j in range(n_vars):
-                printed, assigned = f"{name} {j + 1}\n", f">>> {name} = {j + 1}\n"
-                self.symbols[printed] = self.symbols[assigned] = holds(n_vars, i, j)
-
     def program(self, rng, stage, memory):
         yield "from random import random"
         memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0
-        values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
-        for name, value in zip(self.names, values):
-            yield f"{name} = {value}"
-        numpy_rng = np.random.default_rng(rng.getrandbits(64))
-        queries = schedule(numpy_rng, self.n_vars, 1, stage.length, stage.spacing, stage.kind)
-        for query in queries[0]:
-            yield self.sources[query]
-
-    def slots(self, memory):
-        values = tuple(map(memory.get, self.names))
-        return [self.number.get(values, -1)]
+        yield from self.lines(rng, stage)
 
     def draw(self, rng, stage, split):
         """Task.draw. The split depends on the program, not on its branches, so beliefs stay exact."""
-        if not stage.kind:
+        if stage.kind not in self.for_tests:
             return super().draw(rng, stage, split)
         if split == "train":
-            raise ValueError(f"stage {stage}: has only {self.n_classes} programs, for evaluation; "
-                             f"train on {stage.length}x{stage.spacing}")
+            raise ValueError(f"stage {stage}: has few programs, for evaluation; train on "
+                             f"{stage.length}x{stage.spacing}, or on {stage.length}x{stage.spacing}:1")
         memory = {}
         return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
 
     def to_batch(self, traces):
-        """Traces of one stage -> Task's Batch, with belief (B, T, n!) at the ends of lines, from the last
-        assignment on, and chances (B, T, n) where a value is asked; zeros elsewhere.
-
-        An assignment is read as if it printed that value, from the uniform belief on: the same posterior."""
-        batch, n, m = super().to_batch(traces), self.n_vars, self.n_classes
+        """Traces of one stage -> Task's Batch, with belief (B, T, m) at the ends of lines, from the last
+        of the first assignments on, and chances (B, T, n) of the answers 1 to n where one is asked; zeros
+        elsewhere."""
+        batch, m = super().to_batch(traces), self.automaton.m
         B, T = batch.tokens.shape
         read = [[self.symbols.get(line.text, -1) for line in lines] for lines in traces]
-        read = np.array(read)                                             # (B, lines), -1: tells nothing
-        symbols = read[read >= 0].reshape(B, -1)                          # (B, n+L)
+        asked = [[bool(line.answer) for line in lines] for lines in traces]
+        read, asked = np.array(read), np.array(asked)                     # (B, lines); -1: tells nothing
+        symbols = read[read >= 0].reshape(B, -1)                          # (B, first + L)
         beliefs, _ = self.automaton.filter(symbols, start=np.full(m, 1 / m))
 
-        steps = (read >= 0).cumsum(1)
-        after = np.take_along_axis(beliefs, steps[..., None], 1)          # (B, lines, n!)
-        after[:, :n] = 0
+        steps = (read >= 0).cumsum(1)[..., None]
+        after = np.take_along_axis(beliefs, steps, 1)                     # (B, lines, m)
         belief = np.zeros((B, T, m), np.float32)
-        belief[batch.line_end] = after.reshape(-1, m)
+        belief[batch.line_end] = (after * (steps >= self.first)).reshape(-1, m)
 
-        printed = symbols >= n_swaps(n)
-        printed[:, :n] = False
-        variable = (symbols[printed] - n_swaps(n)) // n
-        values = marginals(beliefs[:, :-1][printed], n)                   # (prints, n, n)
-        chances = np.zeros((B, T, n), np.float32)
-        chances[batch.asked] = values[np.arange(len(values)), variable]
+        before = np.take_along_axis(beliefs, steps - 1, 1)[asked]         # (answers, m)
+        chances = np.zeros((B, T, self.n_answers), np.float32)
+        chances[batch.asked] = (self.possible[read[asked]] @ before[..., None])[..., 0]
         return batch._replace(belief=belief, chances=chances)
 
     def check(self, stage):
-        if stage.kind not in ("", "adversarial", "forced"):
-            raise ValueError(f"stage {stage}: the kinds are adversarial and forced, or leave it out")
-        if stage.kind and stage.spacing != 2:
+        kinds = ", ".join(self.for_tests)
+        if stage.kind in self.for_tests and stage.spacing != 2:
             raise ValueError(f"stage {stage}: every second line is a print there, so write "
                              f"{stage.length}x2:{stage.kind}")
+        if stage.kind.isdigit() and 2 * int(stage.kind) >= stage.length:
+            raise ValueError(f"stage {stage}: such a run takes more lines than {stage.length}")
+        if not (stage.kind in ("", *self.for_tests) or stage.kind.isdigit()):
+            raise ValueError(f"stage {stage}: the kinds are {kinds} and the length of a run, or leave it out")
 
     def beyond(self, last):
-        """The last stage, 4 and 16 times as long; then P1 Figure 10 at these lengths."""
+        """The last stage, 4 and 16 times as long; then forced at these lengths."""
         lengths = [last.length * factor for factor in (1, 4, 16)]
         forced = [Stage(L, 2, "forced") for L in lengths if L > 1]
         return [Stage(L, last.spacing) for L in lengths] + forced
 
     def chance(self, stage):
-        return 1 / self.n_vars
+        return 1 / self.n_answers
+
+
+class MaybeSwaps(Hidden):
+    """n variables hold 1 to n; a line swaps two of them or not, or prints one. n_vars is 2 to 5, as a belief
+    has n! entries. The state is the number of the arrangement.
+
+    In a run of k, the same two may swap k times, and one of them is printed each time. In a forced trace,
+    nothing is ever swapped: P1 Figure 10. Lx2:adversarial is the same with swaps as chance will have it."""
+    settings = ("n_vars",)
+    for_tests = "adversarial", "forced"
+
+    def __init__(self, n_vars=3, **others):
+        if not 2 <= n_vars <= 5:
+            raise ValueError(f"--n-vars {n_vars}: choose 2 to 5, as a belief has n! entries")
+        self.n_vars, self.names = n_vars, LETTERS[:n_vars]
+        numbers = permutations(range(1, n_vars + 1))
+        self.number = {values: i for i, values in enumerate(numbers)}     # what the variables hold -> state
+        swaps = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
+                 for x, y in combinations(self.names, 2)]
+        prints = [f"print('{x}', {x})" for x in self.names]
+        symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}
+        for i, name in enumerate(self.names):
+            for j in range(n_vars):                                       # to assign tells the same as to print
+                printed, assigned = f"{name} {j + 1}\n", f">>> {name} = {j + 1}\n"
+                symbols[printed] = symbols[assigned] = holds(n_vars, i, j)
+        super().__init__(maybe_swaps(n_vars), swaps + prints, symbols, first=n_vars, **others)
+
+    def lines(self, rng, stage):
+        values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
+        numpy_rng = np.random.default_rng(rng.getrandbits(64))
+        [queries] = schedule(numpy_rng, self.n_vars, 1, stage.length, stage.spacing, stage.kind)
+        return [f"{name} = {value}" for name, value in zip(self.names, values)] + [self.sources[q] for q in queries]
+
+    def slots(self, memory):
+        values = tuple(map(memory.get, self.names))
+        return [self.number.get(values, -1)]
+
+
+class Trap(Hidden):
+    """P1 Figure 9 as lines of Python. `a` is 2 or 3. A step makes it 1 with probability 1/2; then it stays 1
+    until it is set again. `print('m', min(a, 2))` shows whether it is 1, and no more.
+
+    In a run of k, `a` is set, then come k steps, with a print of m after each. In a forced trace `a` never
+    becomes 1; in the end it is printed."""
+
+    def __init__(self, **others):
+        sources = ["a = 1 if random() < 0.5 else a", "a = 2", "a = 3", "print('m', min(a, 2))", "print('a', a)"]
+        lines = [f">>> {source}\n" for source in sources[:3]] + ["m 1\n", "m 2\n", "a 1\n", "a 2\n", "a 3\n"]
+        super().__init__(trap(), sources, {line: s for s, line in enumerate(lines)}, first=1, **others)
+
+    def lines(self, rng, stage):
+        step, set_2, set_3, print_m, print_a = self.sources
+        L, start = stage.length, rng.choice([set_2, set_3])
+        if stage.kind == "forced":
+            return [start] + ([step, print_m] * L)[:L - 2] + [print_m, print_a]
+        run = [rng.choice([set_2, set_3])] + [step, print_m] * int(stage.kind) if stage.kind else []
+        others = rng.choices([step, set_2, set_3], [6, 1, 1], k=L - len(run))
+        for place in rng.sample(range(len(others)), len(others) // stage.spacing):
+            others[place] = rng.choice([print_m, print_a])
+        place = rng.randint(0, len(others))
+        return [start] + others[:place] + run + others[place:]
+
+    def slots(self, memory):
+        return [memory.get("a", 0) - 1]
 
 
 def compare(logits, target, chances):
@@ -378,7 +437,7 @@ def compare(logits, target, chances):
 # python pfsa.py: a trace, and the worked examples, number by number
 
 def show_trace():
-    task, stage = Hidden(), Stage(6, 2)
+    task, stage = MaybeSwaps(), Stage(6, 2)
     lines = task.draw(random.Random(1), stage, "train")
     batch = task.to_batch([lines])
     beliefs, chances = batch.belief[batch.line_end], iter(batch.chances[batch.asked])

@@ -1605,10 +1605,11 @@ def believed(text):
 
 
 @pytest.mark.parametrize("n_vars, stage, answers", [
-    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (3, "16x2:adversarial", 8),
-    (4, "16x2:forced", 9)])
+    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (3, "14x2:3", 7), (3, "16x2:adversarial", 8),
+    (4, "16x2:forced", 9), (0, "16x2", 8), (0, "17x2:4", 8), (0, "16x2:forced", 9)])
 def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, stage, answers):
-    task, [stage] = pfsa.Hidden(n_vars), parse_stages(stage)
+    task, [stage] = pfsa.MaybeSwaps(n_vars) if n_vars else pfsa.Trap(), parse_stages(stage)
+    states = list(task.number) if n_vars else [(1,), (2,), (3,)]
     traces = [task.draw(random.Random(i), stage, "test") for i in range(8)]
     batch = task.to_batch(traces)
     for b, lines in enumerate(traces):
@@ -1619,21 +1620,32 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
             held = Counter()
             for (values, _), weight in worlds.items():
                 held[values] += weight
-            want = [held[values] / held.total() for values in task.number]
+            want = [held[values] / held.total() for values in states]
             assert np.allclose(batch.belief[b, end], want, atol=1e-6)     # zeros until all are assigned
             state = batch.state[b, end, 0]
             assert state == -1 if sum(want) == 0 else want[state] > 0     # the truth is thought possible
             if line.answer:
                 at, name = asked.pop(0), line.text[0]
                 odds = [sum(w for (_, said), w in before.items() if said == f"{name} {x}") / before.total()
-                        for x in range(1, n_vars + 1)]
+                        for x in range(1, len(batch.chances[b, at]) + 1)]
                 assert np.allclose(batch.chances[b, at], odds, atol=1e-6)
                 assert task.tokenizer.decode([batch.target[b, at]]) == line.answer
 
 
+@pytest.mark.parametrize("task", [pfsa.MaybeSwaps(3), pfsa.Trap()])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_a_run_of_k_is_k_branches_each_with_a_print(task, k):
+    for i in range(20):
+        lines = task.draw(random.Random(i), Stage(24, 4, str(k)), "train")
+        text = "".join(line.source + ";" for line in lines if line.source)
+        runs = re.findall(r"(([^;]*random\(\)[^;]*;)(print[^;]*;)(?:\2\3)*)", text)
+        assert max(run.count("print") for run, *_ in runs) >= k
+        assert sum(line.source != "" for line in lines) == 1 + task.first + 24
+
+
 def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess():
     """The exact predictive's loss on sampled answers is its entropy, as no branch depends on a query."""
-    task = pfsa.Hidden(3)
+    task = pfsa.MaybeSwaps(3)
     batch = task.batch(0, "train", Stage(32, 2), 0, 200)
     target, p = torch.tensor(batch.target[batch.asked]), torch.tensor(batch.chances[batch.asked]).double()
     digits = slice(ord("1"), ord("4"))
@@ -1649,7 +1661,7 @@ def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess(
 
 
 def test_figure_10_always_shows_the_same_and_ends_with_what_must_be_known():
-    task = pfsa.Hidden(3)
+    task = pfsa.MaybeSwaps(3)
     for i in range(10):
         lines = task.draw(random.Random(i), Stage(100, 2, "forced"), "test")
         b, c = (line.source[-1] for line in lines[2:4])
@@ -1662,7 +1674,7 @@ def test_figure_10_always_shows_the_same_and_ends_with_what_must_be_known():
 
 
 def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
-    task, stage = pfsa.Hidden(3, states="none"), Stage(8, 2)
+    task, stage = pfsa.MaybeSwaps(3, states="none"), Stage(8, 2)
     first, again, later = (task.batch(0, "train", stage, t, 4) for t in (0, 0, 1))
     assert all(np.array_equal(x, y) for x, y in zip(first, again)) and first.state is None
     assert not np.array_equal(first.tokens, later.tokens)
@@ -1676,11 +1688,12 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
 
 
 @pytest.mark.parametrize("make, says", [
-    (lambda: pfsa.Hidden(6), "--n-vars 6: choose 2 to 5"),
-    (lambda: pfsa.Hidden(3, states="text"), "--states text: a branch is hidden"),
-    (lambda: pfsa.Hidden(3).check(Stage(8, 2, "often")), "the kinds are adversarial and forced"),
-    (lambda: pfsa.Hidden(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.Hidden(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
+    (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
+    (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: a branch is hidden"),
+    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "the kinds are adversarial, forced"),
+    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
+    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "4")), "more lines than 8"),
+    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
         make()
@@ -3222,7 +3235,7 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(HERE / "assets", "assets")
     monkeypatch.setattr(train, "Config", small_config())
-    monkeypatch.setattr(pfsa.Hidden, "stage_samples", 16)
+    monkeypatch.setattr(pfsa.MaybeSwaps, "stage_samples", 16)
     rng = random.Random(0)
     calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(20)]
     Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))

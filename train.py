@@ -52,9 +52,9 @@ import data
 from data import ASKED, GROUPS, PAD, STATE, Batch, Stage, Tokenizer, parse_stages
 from kernels import resolve_backend
 from models import LM, MIXERS, tensors
-from pfsa import Hidden, compare
+from pfsa import MaybeSwaps, Trap, compare
 
-TASKS = {**data.TASKS, "pfsa": Hidden}
+TASKS = {**data.TASKS, "pfsa": MaybeSwaps, "trap": Trap}
 
 
 @dataclass
