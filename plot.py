@@ -18,6 +18,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py probe out/deltanet-repl --at 64x8            prints whether states can be read off
     python plot.py automaton out/deltanet-repl --at 64x8        prints whether it is the group
+    python plot.py suspects out/deltanet-pfsa --at 64x2:forced  prints what becomes of a belief
 
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
     python plot.py ladder assets/ladder.jsonl                   the same figure, from the table
@@ -47,8 +48,8 @@ import torch.nn.functional as F
 import kernels
 import pfsa
 from data import Repl, parse_stages, run
-from models import DeltaNet, by_hand
-from train import TASKS, evaluate, load_model
+from models import DeltaNet, by_hand, tensors
+from train import TASKS, evaluate, load_model, to_device
 
 plt.rcParams["figure.figsize"] = 7, 4
 plt.rcParams["figure.constrained_layout.use"] = True
@@ -348,7 +349,7 @@ def nats(args):
             [stage] = parse_stages(row["stage"])
             if stage.kind == kind:
                 curves[name][stage.length].append(row["kl"])
-                chance = math.log(result["config"]["n_vars"]) - row["floor"]
+                chance = math.log(task_of(result).n_answers) - row["floor"]
         lines(axes, curves)
         doubling(axes, sorted({x for points in curves.values() for x in points}))
         axes.set_yscale("log")
@@ -644,6 +645,32 @@ def automaton(args, traces=256):
     print(f"{right:.2%} of commands end in the cloud of their arrangement")
 
 
+@torch.no_grad()
+def suspects(args, traces=64):
+    """Why does a model lose its belief in a forced trace (P1 Figures 9, 10)? Prints, after 1, 2, 4, ... prints
+    and after the last: the mass that a linear filter has left; the KL to the exact predictive; the probability
+    that the model gives to values that are possible; and the norm of each layer's state."""
+    cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
+    [stage] = parse_stages(args.at)
+    if stage.kind != "forced":
+        raise ValueError(f"--at {args.at}: write it as 64x2:forced")
+    batch = to_device(task.batch(cfg.seed, "test", stage, 0, traces), "cpu")
+    places, state, start, mass = batch.asked[0].nonzero()[:, 0].tolist(), None, 0, 1.0
+    print("prints      mass        KL  possible  norms of the states")
+    for number, place in enumerate(places, 1):              # traces differ in digits only
+        hidden, _, state = model(batch.tokens[:, start:place + 1], state)
+        start, logits, odds = place + 1, model.head(hidden[:, -1]), batch.chances[:, place]
+        mass *= odds.max().item()
+        if number & (number - 1) and number < len(places):
+            continue
+        kl = pfsa.compare(logits, batch.target[:, place], odds)[:, 0].mean()
+        values = logits.softmax(-1)[:, ord("1"):ord("1") + odds.shape[1]]
+        possible = (values * (odds > 0)).sum(1).mean()
+        norms = [sum(x.square().sum() for x in tensors(mixer)).sqrt().item() for _, mixer in state]
+        norms = "  ".join(f"{norm / traces ** 0.5:8.2f}" for norm in norms)
+        print(f"{number:6d}  {mass:8.1e}  {kl:8.4f}  {possible:8.1%}  {norms}")
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Why a linear RNN loses track
 #
@@ -768,7 +795,7 @@ def accuracy(args):
 # The command line
 
 COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
-            drift, heads, probe, automaton, accuracy]
+            drift, heads, probe, automaton, suspects, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
     "final": "final assets/final.jsonl",

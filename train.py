@@ -345,8 +345,8 @@ def evaluate(model, task, stage, cfg):
     writes the states itself, and reads on from what it wrote.
 
     -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
-    nats an answer: "kl", from the exact predictive to the model's; "final_kl", the same at the last; "loss",
-    of the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
+    nats an answer: "kl", from the exact predictive to the model's; "final_kl" and "kl_by_answer"; "loss", of
+    the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
     With states in the text also, if what stands before is true: "next_state", accuracy of whole states, and
     "given_states", of answers; and "traces", for each [states, right ones before the first wrong one,
     accuracy with its own states]."""
@@ -379,7 +379,7 @@ def evaluate(model, task, stage, cfg):
     if nats:
         kl, loss, floor = torch.cat(nats).unbind(-1)                  # each (traces, answers)
         row.update(kl=kl.mean().item(), final_kl=kl[:, -1].mean().item(), loss=loss.mean().item(),
-                   floor=floor.mean().item())
+                   floor=floor.mean().item(), kl_by_answer=kl.mean(0).tolist())
     return row
 
 
