@@ -517,14 +517,17 @@ def measured(args, measure):
     return found
 
 
+SCALES = [1, 0.9, 0.8, 0.7, 0.6, 0.5]                       # of one head's betas
+
+
 @torch.no_grad()
 def measure_heads(args, traces=32):
     """Of each delta head, "layer.head": its betas, the principal components of its keys, and accuracy while
-    its betas are halved, so that its eigenvalues are in [0, 1] instead of [-1, 1]."""
+    its betas are scaled down: from eigenvalues in [-1, 1], step by step, to [0, 1]."""
     cfg, task, model, stage = one_model(args, traces, DeltaNet)
     batch = task.batch(cfg.seed, "test", stage, 0, traces)
     x = model.embed(torch.tensor(batch.tokens))
-    found = {"none": {"accuracy": evaluate(model, task, stage, cfg)["accuracy"]}}
+    whole, found = evaluate(model, task, stage, cfg)["accuracy"], {}
     for layer, block in enumerate(model.blocks, 1):
         mixer = block.mixer
         beta = mixer.beta
@@ -532,10 +535,12 @@ def measure_heads(args, traces=32):
         betas = beta(seen)                                  # (B, T, H)
         _, keys, _ = mixer.project(seen)                    # (B, T, H, K)
         for head in range(mixer.n_head):
-            half = torch.ones(mixer.n_head)
-            half[head] = 0.5
-            mixer.beta = lambda x: half * beta(x)
-            accuracy = evaluate(model, task, stage, cfg)["accuracy"]
+            accuracy = [whole]
+            for scale in SCALES[1:]:
+                scales = torch.ones(mixer.n_head)
+                scales[head] = scale
+                mixer.beta = lambda x: scales * beta(x)
+                accuracy.append(evaluate(model, task, stage, cfg)["accuracy"])
             keys_here = keys[:, :, head].flatten(0, 1)
             variance = torch.linalg.svdvals(keys_here - keys_here.mean(0)).square()
             found[f"{layer}.{head + 1}"] = {
@@ -549,25 +554,23 @@ def measure_heads(args, traces=32):
 
 
 def heads(args):
-    """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy without a head's reflections
-    (6). In colour: the head that costs most."""
+    """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are scaled
+    down (6). In colour: the head that costs most."""
     measures = measured(args, measure_heads)
     found = measures["heads"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
-    all_heads = [name for name in found if name != "none"]
-    most = min(all_heads, key=lambda name: found[name]["accuracy"])
+    most = min(found, key=lambda name: found[name]["accuracy"][-1])
     for name, head in found.items():
         look = {"color": "silver"}
         if name == most:
             look = {"color": "C0", "linewidth": 3, "zorder": 3, "label": f"head {name}"}
-        right.bar(name, head["accuracy"], color=look["color"])
-        if name != "none":
-            left.plot(np.linspace(0, 1, 21), head["betas"], **look)
-            middle.plot(range(1, len(head["keys"]) + 1), head["keys"], **look)
+        left.plot(np.linspace(0, 1, 21), head["betas"], **look)
+        middle.plot(range(1, len(head["keys"]) + 1), head["keys"], **look)
+        right.plot([1 - 2 * scale for scale in SCALES], head["accuracy"], marker="o", **look)
     finish(left, "share of tokens", "beta, at most", "Betas")
     finish(middle, "principal components", "share of variance", "Keys")
-    return finish(right, "layer.head whose betas are halved", "accuracy",
-                  measures["of"], measures["chance"])
+    return finish(right, "least eigenvalue of one head, the others have -1", "accuracy", measures["of"],
+                  measures["chance"])
 
 
 def is_command(source):
