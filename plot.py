@@ -47,9 +47,9 @@ import torch.nn.functional as F
 
 import kernels
 import pfsa
-from data import Repl, parse_stages, run
+from data import Repl, Stage, parse_stages, run
 from models import DeltaNet, by_hand, tensors
-from train import TASKS, evaluate, load_model, to_device
+from train import TASKS, evaluate, load_model, read, to_device
 
 plt.rcParams["figure.figsize"] = 7, 4
 plt.rcParams["figure.constrained_layout.use"] = True
@@ -740,6 +740,52 @@ def drift(args):
     return finish(right, "commands", "Frobenius norm", "What its state holds", length=found["trained"])
 
 
+@torch.no_grad()
+def margins(model, task, cfg, commands, traces):
+    """One print, after so many commands -> (traces, n-1), how far the true value's logit is above each other
+    value's."""
+    batch = to_device(task.batch(cfg.seed, "test", Stage(commands, commands), 0, traces), "cpu")
+    logits = model.head(read(model, batch.tokens, batch.asked, cfg))      # (traces, vocabulary)
+    values = logits[:, ord("1"):ord("1") + task.n_vars]
+    true = batch.target[batch.asked][:, None] - ord("1")
+    others = torch.arange(task.n_vars) != true
+    return values.gather(1, true) - values[others].view(traces, -1)
+
+
+def share_right(separation, spread, n):
+    """Accuracy if margins have this mean and deviation because each of n logits has Gaussian noise."""
+    z = torch.linspace(-8, 8, 2001, dtype=torch.double)                   # of the true value's logit
+    weight = torch.exp(-z.square() / 2)
+    below = torch.special.ndtr(2 ** 0.5 * separation / spread + z)        # one of the others
+    return ((weight * below ** (n - 1)).sum() / weight.sum()).item()
+
+
+def horizon(args, traces=512, limit=2 ** 14):
+    """2605.07755: tracking ends where the spread of a state's copies is too large for the separation of
+    different states. Both are measured here up to 64 commands, as the deviation and the mean of `margins`. The
+    mean is taken to shrink by the same factor at each command, the variance to grow by the same amount. Prints
+    after how many commands 90 % would be right, and after how many they are."""
+    for path in args.paths:
+        cfg, task, _, model = load_model(path, device="cpu")
+        depths = np.array([8, 16, 24, 32, 48, 64])
+        found = [margins(model, task, cfg, int(depth), traces) for depth in depths]
+        shrink, start = np.polyfit(depths, [math.log(x.mean()) for x in found], 1)
+        grow, first = np.polyfit(depths, [x.var().item() for x in found], 1)
+        expected, actual = None, None
+        for depth in [*range(64, 512, 8), *range(512, limit, 64)]:
+            spread = math.sqrt(max(first + grow * depth, 1e-9))
+            if share_right(math.exp(start + shrink * depth), spread, task.n_vars) < 0.9:
+                expected = depth
+                break
+        depth = 64
+        while depth <= limit and actual is None:
+            right = (margins(model, task, cfg, depth, traces) > 0).all(1).float().mean()
+            if right < 0.9:
+                actual = depth
+            depth = round(depth * 1.25)
+        print(path, expected, actual, [round(x.mean().item(), 2) for x in found], [round(x.std().item(), 2) for x in found])
+
+
 # ----------------------------------------------------------------------------------------------------------
 # What rounding does to the scan at eigenvalue -1
 
@@ -798,7 +844,7 @@ def accuracy(args):
 # The command line
 
 COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
-            drift, heads, probe, automaton, suspects, accuracy]
+            drift, horizon, heads, probe, automaton, suspects, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
     "final": "final assets/final.jsonl",
