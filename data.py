@@ -339,15 +339,19 @@ class Repl(Task):
     A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, M random ones
     among themselves), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4
     64x8; ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so
-    that values are digits."""
+    that values are digits.
+
+    asks="breakpoints": prints stand after random commands, as many. asks="start": the first values are hidden;
+    after every S-th command a check shows what one variable holds, and the question is which variable held
+    that at the start (P1 Figure 7)."""
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"
-    settings = ("n_vars", "moves")
+    settings = ("n_vars", "moves", "asks")
 
-    def __init__(self, n_vars=5, moves="perm", **others):
+    def __init__(self, n_vars=5, moves="perm", asks="values", **others):
         if not 2 <= n_vars <= 9:
             raise ValueError(f"--n-vars {n_vars}: choose 2 to 9, as every value must be a single digit")
-        self.n_vars, self.moves, self.names = n_vars, moves, LETTERS[:n_vars]
+        self.n_vars, self.moves, self.asks, self.names = n_vars, moves, asks, LETTERS[:n_vars]
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
@@ -359,13 +363,24 @@ class Repl(Task):
 
     def program(self, rng, stage, memory):
         values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
-        for name, value in zip(self.names, values):
-            yield f"{name} = {value}"
+        if self.asks == "start":
+            memory["start"] = values
+            yield f"{', '.join(self.names)} = start"
+        else:
+            for name, value in zip(self.names, values):
+                yield f"{name} = {value}"
+        stops = range(stage.spacing, stage.length + 1, stage.spacing)
+        if self.asks == "breakpoints":
+            stops = rng.sample(range(1, stage.length + 1), len(stops))
         for step in range(1, stage.length + 1):
             yield rng.choice(self.swaps) if self.moves == "swap" else self.permutation(rng, stage.kind)
-            if step % stage.spacing == 0:
+            if step in stops:
                 name = rng.choice(self.names)
-                yield f"print('{name}', {name})"
+                if self.asks == "start":
+                    yield f"if {name} != {memory[name]}: exit()"
+                    yield f"print({memory[name]}, '{self.names}'[start.index({memory[name]})])"
+                else:
+                    yield f"print('{name}', {name})"
 
     def permutation(self, rng, kind):
         moved = rng.sample(self.names, int(kind or self.n_vars))
