@@ -10,7 +10,7 @@ executes the lines; one function, `to_batch`, turns what happened into arrays. (
   arith      sums and differences (P2 section 4, appendix C)
   trace      functions, unrolled into the straight-line programs that ran (P2 section 2)
   group      word problems over finite groups (Merrill et al. 2404.08819); tokens are elements, not text
-  pfsa       repl with hidden branches (P1 section 5): in pfsa.py
+  pfsa, trap REPL traces with hidden branches (P1 section 5): in pfsa.py
 
 Words. A *program* is lines of source. A *trace* is a program, what it prints, and the states after its lines.
 A *stage* LxS is one step of a curriculum: L commands or lines, and a print after every S-th command.
@@ -341,8 +341,8 @@ class Repl(Task):
     64x8; ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so
     that values are digits.
 
-    asks="breakpoints": prints stand after random commands, as many. asks="start": the first values are hidden;
-    after every S-th command a check shows what one variable holds, and the question is which variable held
+    asks="breakpoints": as many prints, after random commands. asks="start": the first values are hidden.
+    After every S-th command a check shows what one variable holds, and the question is which variable held
     that at the start (P1 Figure 7)."""
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"

@@ -272,8 +272,8 @@ def appendix_b():
 # The task: these queries as lines of Python
 
 class Hidden(Task):
-    """REPL traces with hidden branches: assignments, then L lines, of which L // S are prints. The state is one
-    slot; a Batch has the exact beliefs and predictives. Below are two such tasks.
+    """REPL traces with hidden branches: assignments, then L lines, of which L // S are prints. The state is
+    one slot; a Batch has the exact beliefs and predictives. Two such tasks are below.
 
     LxS:k holds a run of k lines with a branch, each followed by a print; see the tasks. Lx2:forced has no
     other lines, and its branches are not random: there only the KL to the predictive has a meaning, not the
@@ -291,8 +291,8 @@ class Hidden(Task):
         self.n_classes = automaton.m
         self.n_answers = max(map(len, automaton.queries))
         self.possible = np.zeros((len(automaton.Z), self.n_answers, automaton.m))
-        for query in automaton.queries:                                   # by symbol: where each answer to its
-            self.possible[query, :len(query)] = automaton.Z[query]        # query is possible
+        for query in automaton.queries:                                   # the states in which a symbol's query
+            self.possible[query, :len(query)] = automaton.Z[query]        # has this answer
         super().__init__(**others)
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: a branch is hidden, nobody can write its state; "
@@ -375,7 +375,7 @@ class MaybeSwaps(Hidden):
         prints = [f"print('{x}', {x})" for x in self.names]
         symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}
         for i, name in enumerate(self.names):
-            for j in range(n_vars):                                       # to assign tells the same as to print
+            for j in range(n_vars):                                       # an assignment tells as much as a print
                 printed, assigned = f"{name} {j + 1}\n", f">>> {name} = {j + 1}\n"
                 symbols[printed] = symbols[assigned] = holds(n_vars, i, j)
         super().__init__(maybe_swaps(n_vars), swaps + prints, symbols, first=n_vars, **others)
@@ -384,7 +384,8 @@ class MaybeSwaps(Hidden):
         values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
         numpy_rng = np.random.default_rng(rng.getrandbits(64))
         [queries] = schedule(numpy_rng, self.n_vars, 1, stage.length, stage.spacing, stage.kind)
-        return [f"{name} = {value}" for name, value in zip(self.names, values)] + [self.sources[q] for q in queries]
+        first = [f"{name} = {value}" for name, value in zip(self.names, values)]
+        return first + [self.sources[query] for query in queries]
 
     def slots(self, memory):
         values = tuple(map(memory.get, self.names))
@@ -399,8 +400,9 @@ class Trap(Hidden):
     becomes 1; in the end it is printed."""
 
     def __init__(self, **others):
-        sources = ["a = 1 if random() < 0.5 else a", "a = 2", "a = 3", "print('m', min(a, 2))", "print('a', a)"]
-        lines = [f">>> {source}\n" for source in sources[:3]] + ["m 1\n", "m 2\n", "a 1\n", "a 2\n", "a 3\n"]
+        sources = ["a = 1 if random() < 0.5 else a", "a = 2", "a = 3"]
+        lines = [f">>> {source}\n" for source in sources] + ["m 1\n", "m 2\n", "a 1\n", "a 2\n", "a 3\n"]
+        sources += ["print('m', min(a, 2))", "print('a', a)"]
         super().__init__(trap(), sources, {line: s for s, line in enumerate(lines)}, first=1, **others)
 
     def lines(self, rng, stage):

@@ -554,8 +554,8 @@ def measure_heads(args, traces=32):
 
 
 def heads(args):
-    """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are scaled
-    down (6). In colour: the head that costs most."""
+    """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are
+    scaled down (6). In colour: the head that costs most."""
     measures = measured(args, measure_heads)
     found = measures["heads"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
@@ -650,8 +650,8 @@ def automaton(args, traces=256):
 
 @torch.no_grad()
 def suspects(args, traces=64):
-    """Why does a model lose its belief in a forced trace (P1 Figures 9, 10)? Prints, after 1, 2, 4, ... prints
-    and after the last: the mass that a linear filter has left; the KL to the exact predictive; the probability
+    """Why does a model lose its belief in a forced trace (P1 Figures 9, 10)? After 1, 2, 4, ... prints and
+    after the last: the mass that a linear filter has left; the KL to the exact predictive; the probability
     that the model gives to values that are possible; and the norm of each layer's state."""
     cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
     [stage] = parse_stages(args.at)
@@ -740,50 +740,114 @@ def drift(args):
     return finish(right, "commands", "Frobenius norm", "What its state holds", length=found["trained"])
 
 
+# ----------------------------------------------------------------------------------------------------------
+# How far a model will read, predicted from 64 commands
+#
+# After Chung et al. 2605.07755: tracking ends when the spread of what should be alike is too large for the
+# separation of what should differ. Measured here on what the mixer reads from its state at a print; alike are
+# prints of the same variable with the same value. One-layer models of repl only.
+
+DEPTHS = [8, 16, 24, 32, 48, 64]
+
+
+def one_print(task, commands, traces):
+    """Test traces that print once, after so many commands -> Batch; printed variable and value (traces,)."""
+    rng, stage = random.Random(commands), Stage(commands, commands)
+    drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
+    printed = [lines[-1].text.split() for lines in drawn]
+    printed = torch.tensor([[task.names.index(name), int(value) - 1] for name, value in printed])
+    return to_device(task.to_batch(drawn), "cpu"), *printed.T
+
+
+def read_state(model, tokens, here):
+    """-> o (N, H, V), what the mixer reads from its state at places `here`; x (N, D), what its block gets."""
+    [block] = model.blocks
+    x = model.embed(tokens)
+    seen, _ = block.conv(block.norm1(x))
+    o, _ = block.mixer.scan(seen, *block.mixer.project(seen), None)
+    return o[here], x[here]
+
+
+def say(model, o, x):
+    """-> (N,) the tokens that the model says if it has read o."""
+    [block] = model.blocks
+    x = x + block.mixer.out(block.mixer.norm(o).flatten(1))
+    x = x + block.mlp(block.norm2(x))
+    return model.head(model.norm(x)).argmax(-1)
+
+
+def spread_and_separation(model, task, commands, traces=1024):
+    """-> the spread of reads that should be alike, along the directions that separate values; the separation
+    of those that should differ; and the ratio of the two from which on less than 90 % would be right."""
+    batch, variable, value = one_print(task, commands, traces)
+    pieces = zip(batch.tokens.split(128), batch.asked.split(128))
+    o, x = map(torch.cat, zip(*(read_state(model, *piece) for piece in pieces)))
+    n, shape, o = task.n_vars, o.shape[1:], o.flatten(1)
+    alike = n * variable + value
+    mean = torch.stack([o[alike == i].mean(0) for i in range(n * n)])     # (n * n, H * V)
+    apart = mean.view(n, n, -1) - mean.view(n, n, -1).mean(1, keepdim=True)
+    rest, total = o - mean[alike], 0
+    for i in range(n):
+        directions = torch.linalg.svd(apart[i], full_matrices=False).Vh[:n - 1]
+        total += (rest[variable == i] @ directions.T).square().sum().item()
+    spread = math.sqrt(total / (traces - n * n))
+    separation = apart.norm(dim=-1).mean().item()
+
+    def right(factor):
+        """Accuracy if all that spreads did so by this factor more."""
+        said = say(model, (mean[alike] + factor * rest).unflatten(1, shape), x)
+        return (said == batch.target[batch.asked]).double().mean().item()
+
+    factors = 2.0 ** np.arange(0, 40, 1 / 8)
+    factor = next((factor for factor in factors if right(factor) < 0.9), None)
+    return spread, separation, factor * spread / separation if factor else math.inf
+
+
 @torch.no_grad()
-def margins(model, task, cfg, commands, traces):
-    """One print, after so many commands -> (traces, n-1), how far the true value's logit is above each other
-    value's."""
-    batch = to_device(task.batch(cfg.seed, "test", Stage(commands, commands), 0, traces), "cpu")
-    logits = model.head(read(model, batch.tokens, batch.asked, cfg))      # (traces, vocabulary)
-    values = logits[:, ord("1"):ord("1") + task.n_vars]
-    true = batch.target[batch.asked][:, None] - ord("1")
-    others = torch.arange(task.n_vars) != true
-    return values.gather(1, true) - values[others].view(traces, -1)
+def measure_horizon(model, task, cfg, most=16384, traces=128):
+    """From reads up to 64 commands, predict after how many less than 90 % will be right; and measure it. The
+    separation is taken to shrink by the same factor at each command, and the spread's square to grow by the
+    same amount."""
+    found = [spread_and_separation(model, task, depth) for depth in DEPTHS]
+    spread, separation, ratio = np.array(found).T
+    shrinks, start = np.polyfit(DEPTHS, np.log(separation), 1)
+    grows, first = np.polyfit(DEPTHS, spread ** 2, 1)
+    if grows < 0:
+        grows, first = 0, (spread ** 2).mean()
+    depths = 2.0 ** np.arange(6, 40, 1 / 16)
+    expected = np.sqrt(first + grows * depths) / np.exp(start + shrinks * depths)
+    predicted = next((depth for depth, x in zip(depths, expected) if x > ratio[-1]), None)
+    row = {"commands": DEPTHS, "spread": list(spread), "separation": list(separation), "ratio": ratio[-1],
+           "predicted": predicted, "accuracy": []}
+    cfg, depth = replace(cfg, eval_samples=traces), 64
+    while depth <= most:
+        row["accuracy"].append([depth, evaluate(model, task, Stage(depth, depth), cfg)["accuracy"]])
+        if row["accuracy"][-1][1] < 0.5:
+            break
+        depth *= 2
+    return row
 
 
-def share_right(separation, spread, n):
-    """Accuracy if margins have this mean and deviation because each of n logits has Gaussian noise."""
-    z = torch.linspace(-8, 8, 2001, dtype=torch.double)                   # of the true value's logit
-    weight = torch.exp(-z.square() / 2)
-    below = torch.special.ndtr(2 ** 0.5 * separation / spread + z)        # one of the others
-    return ((weight * below ** (n - 1)).sum() / weight.sum()).item()
-
-
-def horizon(args, traces=512, limit=2 ** 14):
-    """2605.07755: tracking ends where the spread of a state's copies is too large for the separation of
-    different states. Both are measured here up to 64 commands, as the deviation and the mean of `margins`. The
-    mean is taken to shrink by the same factor at each command, the variance to grow by the same amount. Prints
-    after how many commands 90 % would be right, and after how many they are."""
-    for path in args.paths:
-        cfg, task, _, model = load_model(path, device="cpu")
-        depths = np.array([8, 16, 24, 32, 48, 64])
-        found = [margins(model, task, cfg, int(depth), traces) for depth in depths]
-        shrink, start = np.polyfit(depths, [math.log(x.mean()) for x in found], 1)
-        grow, first = np.polyfit(depths, [x.var().item() for x in found], 1)
-        expected, actual = None, None
-        for depth in [*range(64, 512, 8), *range(512, limit, 64)]:
-            spread = math.sqrt(max(first + grow * depth, 1e-9))
-            if share_right(math.exp(start + shrink * depth), spread, task.n_vars) < 0.9:
-                expected = depth
-                break
-        depth = 64
-        while depth <= limit and actual is None:
-            right = (margins(model, task, cfg, depth, traces) > 0).all(1).float().mean()
-            if right < 0.9:
-                actual = depth
-            depth = round(depth * 1.25)
-        print(path, expected, actual, [round(x.mean().item(), 2) for x in found], [round(x.std().item(), 2) for x in found])
+def horizon(args):
+    """Accuracy by commands without a print, and where it was predicted to fall below 90 %."""
+    if args.paths[0].endswith(".jsonl"):
+        rows = read_lines(args.paths[0])
+    else:
+        rows = []
+        for path in args.paths:
+            cfg, task, _, model = load_model(path, device="cpu")
+            if cfg.task != "repl" or cfg.n_layer > 1 or not hasattr(model.blocks[0].mixer, "scan"):
+                raise ValueError(f"horizon: {path} is not of repl with one layer, whose mixer has a scan")
+            rows.append({"of": path, **measure_horizon(model, task, cfg)})
+        Path(args.save).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    axes = plt.subplots()[1]
+    for row, look in zip(rows, LOOKS):
+        commands, accuracy = zip(*row["accuracy"])
+        axes.plot(commands, accuracy, **look, label=row["of"])
+        if row["predicted"]:                                # else: never
+            axes.axvline(row["predicted"], color=look["color"], linestyle=":")
+    doubling(axes, [depth for row in rows for depth, _ in row["accuracy"]])
+    return finish(axes, "commands before the only print", "accuracy", "Dotted: where 90 % was predicted", 0.2)
 
 
 # ----------------------------------------------------------------------------------------------------------
