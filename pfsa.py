@@ -291,7 +291,7 @@ class Hidden(Task):
         self.n_classes = automaton.m
         self.n_answers = max(map(len, automaton.queries))
         self.possible = np.zeros((len(automaton.Z), self.n_answers, automaton.m))
-        for query in automaton.queries:                                   # the states in which a symbol's query
+        for query in automaton.queries:                                   # the states in which its query
             self.possible[query, :len(query)] = automaton.Z[query]        # has this answer
         super().__init__(**others)
         if self.states not in ("none", "linear"):
@@ -375,7 +375,7 @@ class MaybeSwaps(Hidden):
         prints = [f"print('{x}', {x})" for x in self.names]
         symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}
         for i, name in enumerate(self.names):
-            for j in range(n_vars):                                       # an assignment tells as much as a print
+            for j in range(n_vars):                                       # assigned tells what printed does
                 printed, assigned = f"{name} {j + 1}\n", f">>> {name} = {j + 1}\n"
                 symbols[printed] = symbols[assigned] = holds(n_vars, i, j)
         super().__init__(maybe_swaps(n_vars), swaps + prints, symbols, first=n_vars, **others)

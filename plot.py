@@ -780,9 +780,9 @@ def spread_and_separation(model, task, commands, traces=1024):
     """-> the spread of reads that should be alike, along the directions that separate values; the separation
     of those that should differ; and the ratio of the two from which on less than 90 % would be right."""
     batch, variable, value = one_print(task, commands, traces)
-    pieces = zip(batch.tokens.split(128), batch.asked.split(128))
+    pieces = zip(batch.tokens.split(64), batch.asked.split(64))
     o, x = map(torch.cat, zip(*(read_state(model, *piece) for piece in pieces)))
-    n, shape, o = task.n_vars, o.shape[1:], o.flatten(1)
+    n, shape, o = task.n_vars, o.shape[1:], o.flatten(1).double()
     alike = n * variable + value
     mean = torch.stack([o[alike == i].mean(0) for i in range(n * n)])     # (n * n, H * V)
     apart = mean.view(n, n, -1) - mean.view(n, n, -1).mean(1, keepdim=True)
@@ -795,7 +795,7 @@ def spread_and_separation(model, task, commands, traces=1024):
 
     def right(factor):
         """Accuracy if all that spreads did so by this factor more."""
-        said = say(model, (mean[alike] + factor * rest).unflatten(1, shape), x)
+        said = say(model, (mean[alike] + factor * rest).float().unflatten(1, shape), x)
         return (said == batch.target[batch.asked]).double().mean().item()
 
     factors = 2.0 ** np.arange(0, 40, 1 / 8)
