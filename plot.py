@@ -35,6 +35,7 @@ import json
 import math
 import random
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -776,7 +777,7 @@ def say(model, o, x):
     return model.head(model.norm(x)).argmax(-1)
 
 
-def spread_and_separation(model, task, commands, traces=1024):
+def spread_and_separation(model, task, commands, traces):
     """-> the spread of reads that should be alike, along the directions that separate values; the separation
     of those that should differ; and the ratio of the two from which on less than 90 % would be right."""
     batch, variable, value = one_print(task, commands, traces)
@@ -804,17 +805,19 @@ def spread_and_separation(model, task, commands, traces=1024):
 
 
 @torch.no_grad()
-def measure_horizon(model, task, cfg, most=16384, traces=128):
+def measure_horizon(model, task, cfg, reads=1024, most=16384, traces=128):
     """From reads up to 64 commands, predict after how many less than 90 % will be right; and measure it. The
     separation is taken to shrink by the same factor at each command, and the spread's square to grow by the
     same amount."""
-    found = [spread_and_separation(model, task, depth) for depth in DEPTHS]
+    found = [spread_and_separation(model, task, depth, reads) for depth in DEPTHS]
     spread, separation, ratio = np.array(found).T
     shrinks, start = np.polyfit(DEPTHS, np.log(separation), 1)
     grows, first = np.polyfit(DEPTHS, spread ** 2, 1)
+    if shrinks > 0:                                         # by chance
+        shrinks, start = 0, np.log(separation).mean()
     if grows < 0:
         grows, first = 0, (spread ** 2).mean()
-    depths = 2.0 ** np.arange(6, 40, 1 / 16)
+    depths = 2.0 ** np.arange(6, 30, 1 / 16)
     expected = np.sqrt(first + grows * depths) / np.exp(start + shrinks * depths)
     predicted = next((depth for depth, x in zip(depths, expected) if x > ratio[-1]), None)
     row = {"commands": DEPTHS, "spread": list(spread), "separation": list(separation), "ratio": ratio[-1],
@@ -844,7 +847,7 @@ def horizon(args):
     for row, look in zip(rows, LOOKS):
         commands, accuracy = zip(*row["accuracy"])
         axes.plot(commands, accuracy, **look, label=row["of"])
-        if row["predicted"]:                                # else: never
+        if row["predicted"]:                                # else: not within 10^9 commands
             axes.axvline(row["predicted"], color=look["color"], linestyle=":")
     doubling(axes, [depth for row in rows for depth, _ in row["accuracy"]])
     return finish(axes, "commands before the only print", "accuracy", "Dotted: where 90 % was predicted", 0.2)

@@ -108,7 +108,8 @@ def test_a_swap_costs_9_tokens_and_a_permutation_of_five_21():
 
 KINDS = [(Repl, {"moves": "swap"}, "8x1"), (Repl, {"n_vars": 9, "moves": "swap"}, "9x4"),
          (Repl, {"n_vars": 3}, "6x6"), (Repl, {}, "8x2:3"), (Parity, {}, "9"), (ListPerm, {"n_vars": 4}, "12"),
-         (ListPerm, {"n_vars": 9}, "6:2"), (Arith, {"digits": 1}, "12:3"), (Arith, {"digits": 3}, "4")]
+         (ListPerm, {"n_vars": 9}, "6:2"), (Arith, {"digits": 1}, "12:3"), (Arith, {"digits": 3}, "4"),
+         (Repl, {"n_vars": 4, "asks": "breakpoints"}, "12x3")]
 SLOTS = {Repl: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
          Parity: lambda task, memory: [memory["p"]],
          ListPerm: lambda task, memory: [x - 1 for x in memory["a"]]}     # the classes of a state, by hand
@@ -140,6 +141,30 @@ def test_a_python_interpreter_prints_what_1000_traces_say():
                            text=True, timeout=60)
     assert "Error" not in shell.stderr
     assert shell.stdout.splitlines() == shown and len(shown) > 2000
+
+
+@pytest.mark.parametrize("moves", ["swap", "perm"])
+def test_who_held_a_value_at_the_start_follows_from_what_was_read(moves):
+    """All arrangements that run through the lines so far agree on the answer; at first, all do run."""
+    task = Repl(n_vars=3, moves=moves, asks="start")
+    for i in range(30):
+        worlds = [{"start": list(values), "exit": lambda: 1 / 0} for values in itertools.permutations((1, 2, 3))]
+        lines, answers, checked = task.draw(random.Random(i), Stage(9, 3), "train"), 0, False
+        for line, after in zip(lines, lines[1:] + [None]):
+            survivors = []
+            for world in worlds:
+                shown = []
+                world["print"] = lambda *x: shown.append(" ".join(map(str, x)) + "\n")
+                with contextlib.suppress(ZeroDivisionError):
+                    exec(line.source, world)
+                    survivors.append(world)
+                if shown:
+                    assert shown == [after.text] and after.answer in "abc"
+                    answers += world is worlds[0]
+            worlds = survivors
+            checked = checked or line.source.startswith("if")
+            assert len(worlds) <= 2 if checked else len(worlds) == 6
+        assert answers == 3 and worlds
 
 
 def execute(task, text):
@@ -3168,6 +3193,32 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     keys = block.mixer.project(seen)[1][:, :, 0].flatten(0, 1).double().numpy()
     energy = np.linalg.eigvalsh(np.cov(keys.T))[::-1]
     assert np.allclose(heads["1.1"]["keys"], energy.cumsum() / energy.sum(), atol=1e-4)
+
+
+def with_noise(model, size):
+    """Let what the mixer reads be wrong by Gaussian noise that grows as errors at every token would add up."""
+    mixer, generator = model.blocks[0].mixer, torch.Generator().manual_seed(0)
+    exact = mixer.scan
+
+    def scan(x, q, k, v, S):
+        o, S = exact(x, q, k, v, S)
+        grown = torch.arange(o.shape[1])[:, None, None].sqrt()
+        return o + size * grown * torch.randn(o.shape, generator=generator), S
+    mixer.scan = scan
+
+
+def test_the_horizon_of_a_model_whose_errors_add_up_is_predicted_from_64_commands():
+    task = Repl(n_vars=3, moves="swap", states="none")
+    cfg, lm = train.Config(n_vars=3, moves="swap", device="cpu"), models.by_hand(task)
+    exact = plot.measure_horizon(lm, task, cfg, reads=96, most=128, traces=8)
+    assert exact["predicted"] is None and max(exact["spread"]) < 1e-6
+    assert exact["accuracy"] == [[64, 1], [128, 1]]
+    with_noise(lm, 0.14)
+    found = plot.measure_horizon(lm, task, cfg, reads=256, most=128, traces=256)
+    assert found["spread"][-1] / found["spread"][1] == pytest.approx(2, rel=0.1)     # 64 and 16 commands
+    depth, accuracy = np.array(found["accuracy"]).T
+    measured = 2 ** np.interp(-0.9, -accuracy, np.log2(depth))
+    assert found["predicted"] == pytest.approx(measured, rel=0.3)
 
 
 # ----------------------------------------------------------------------------------------------------------
