@@ -16,7 +16,7 @@ Words. A *program* is lines of source. A *trace* is a program, what it prints, a
 A *stage* LxS is one step of a curriculum: L commands or lines, and a print after every S-th command.
 Symbols: B batch, T tokens, L length, S spacing, n variables.
 
-Held out means never trained on as a whole: a program whose text has a `zlib.crc32` of 0 modulo 8 is a test
+Held out means never trained on as a whole: a program whose text has a hash of 0 modulo 8 is a test
 program, all others are training programs. (Of a function's trace, the text is that of the lines that ran.) A
 batch is a pure function of (seed, split, stage, t): nothing is stored, and worker processes may make it.
 
@@ -31,6 +31,7 @@ import argparse
 import ast
 import builtins
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -40,7 +41,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import zlib
 from collections import Counter
 from functools import lru_cache
 from itertools import accumulate, combinations, count, islice, product
@@ -326,8 +326,10 @@ class Task:
 
 
 def is_test(program):
-    """Whether a program is held out, by its text."""
-    return zlib.crc32(program.encode("utf-8", "surrogatepass")) % 8 == 0
+    """Whether a program is held out, by its text. (No CRC: it is linear, as parity is, so the bits of all test
+    programs would satisfy the same equations.)"""
+    text = program.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=1).digest()[0] % 8 == 0
 
 
 # ----------------------------------------------------------------------------------------------------------
