@@ -326,8 +326,8 @@ class Task:
 
 
 def is_test(program):
-    """Whether a program is held out, by its text. (No CRC: it is linear, as parity is, so the bits of all test
-    programs would satisfy the same equations.)"""
+    """Whether a program is held out, by its text. (Not by a CRC: it is linear, as parity is, so the bits of
+    all test programs would satisfy the same equations.)"""
     text = program.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=1).digest()[0] % 8 == 0
 
