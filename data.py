@@ -5,6 +5,7 @@ So what a `print` shows, and what memory holds after a line, is never computed b
 executes the lines; one function, `to_batch`, turns what happened into arrays. (Only `group` is no text.)
 
   repl       Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
+             also "breakpoints" (prints at random lines), "inverse" (who held it at the start? P1 Figure 7)
   parity     the parity of bits, xored one by one (P2 section 4, Figure 6)
   listperm   a list whose elements change places (P2 section 4, Figure 8)
   arith      sums and differences (P2 section 4, appendix C)
@@ -341,19 +342,15 @@ class Repl(Task):
     A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, M random ones
     among themselves), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4
     64x8; ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so
-    that values are digits.
-
-    asks="breakpoints": as many prints, after random commands. asks="start": the first values are hidden.
-    After every S-th command a check shows what one variable holds, and the question is which variable held
-    that at the start (P1 Figure 7)."""
+    that values are digits."""
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"
-    settings = ("n_vars", "moves", "asks")
+    settings = ("n_vars", "moves")
 
-    def __init__(self, n_vars=5, moves="perm", asks="values", **others):
+    def __init__(self, n_vars=5, moves="perm", **others):
         if not 2 <= n_vars <= 9:
             raise ValueError(f"--n-vars {n_vars}: choose 2 to 9, as every value must be a single digit")
-        self.n_vars, self.moves, self.asks, self.names = n_vars, moves, asks, LETTERS[:n_vars]
+        self.n_vars, self.moves, self.names = n_vars, moves, LETTERS[:n_vars]
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
@@ -364,25 +361,22 @@ class Repl(Task):
         super().__init__(**others)
 
     def program(self, rng, stage, memory):
-        values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
-        if self.asks == "start":
-            memory["start"] = values
-            yield f"{', '.join(self.names)} = start"
-        else:
-            for name, value in zip(self.names, values):
-                yield f"{name} = {value}"
-        stops = range(stage.spacing, stage.length + 1, stage.spacing)
-        if self.asks == "breakpoints":
-            stops = rng.sample(range(1, stage.length + 1), len(stops))
+        yield from self.start(rng, memory)
+        stops = self.stops(rng, stage)
         for step in range(1, stage.length + 1):
             yield rng.choice(self.swaps) if self.moves == "swap" else self.permutation(rng, stage.kind)
             if step in stops:
-                name = rng.choice(self.names)
-                if self.asks == "start":
-                    yield f"if {name} != {memory[name]}: exit()"
-                    yield f"print({memory[name]}, '{self.names}'[start.index({memory[name]})])"
-                else:
-                    yield f"print('{name}', {name})"
+                yield from self.question(rng.choice(self.names), memory)
+
+    def start(self, rng, memory):
+        values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
+        return [f"{name} = {value}" for name, value in zip(self.names, values)]
+
+    def stops(self, rng, stage):
+        return range(stage.spacing, stage.length + 1, stage.spacing)
+
+    def question(self, name, memory):
+        return [f"print('{name}', {name})"]
 
     def permutation(self, rng, kind):
         moved = rng.sample(self.names, int(kind or self.n_vars))
@@ -425,6 +419,29 @@ class Repl(Task):
                 return f"{', '.join(takes)} = {', '.join(takes.values())}"
         example = self.swaps[-1] if self.moves == "swap" else self.permutation(random.Random(0), "")
         raise ValueError(f"this model knows lines like {example} and print('a', a)")
+
+
+class Breakpoints(Repl):
+    """As many prints as in Repl, but after random commands."""
+
+    def stops(self, rng, stage):
+        return rng.sample(range(1, stage.length + 1), stage.length // stage.spacing)
+
+
+class Inverse(Repl):
+    """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A check shows what
+    one variable holds now, and the question is where this value was at first."""
+
+    def start(self, rng, memory):
+        memory["start"] = rng.sample(range(1, self.n_vars + 1), self.n_vars)
+        return [f"{', '.join(self.names)} = start"]
+
+    def question(self, name, memory):
+        yield f"if {name} != {memory[name]}: exit()"
+        yield f"print({memory[name]}, '{self.names}'[start.index({memory[name]})])"
+
+    def text(self, memory):
+        return super().text({name: memory[name] for name in self.names})     # without the start
 
 
 class Parity(Task):
@@ -1326,7 +1343,8 @@ class Trace(Task):
         return drawn
 
 
-TASKS = {"repl": Repl, "parity": Parity, "listperm": ListPerm, "arith": Arith, "group": Group, "trace": Trace}
+TASKS = {"repl": Repl, "breakpoints": Breakpoints, "inverse": Inverse, "parity": Parity, "listperm": ListPerm,
+         "arith": Arith, "group": Group, "trace": Trace}
 
 
 # ----------------------------------------------------------------------------------------------------------

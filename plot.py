@@ -14,6 +14,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
     python plot.py accuracy                                     rounding in the scan, over 65,536 steps
 
+    python plot.py horizon out/deltanet-repl                    how far it will read, from 64 commands
     python plot.py drift out/deltanet-repl --at 512x512         why a model loses track
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py probe out/deltanet-repl --at 64x8            prints whether states can be read off

@@ -61,10 +61,9 @@ TASKS = {**data.TASKS, "pfsa": MaybeSwaps, "trap": Trap}
 class Config:
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
-    task: str = "repl"             # repl, pfsa, trap, group, parity, listperm, arith or trace: see data.py
+    task: str = "repl"             # one of the TASKS of data.py and pfsa.py
     n_vars: int = 5                # repl, listperm, pfsa: how many variables
     moves: str = "perm"            # repl: a command is a perm(utation) of all variables, or a swap of two
-    asks: str = "values"           # repl: values, breakpoints (at random lines) or start (who held it there?)
     group: str = "S5"              # group: one of data.py's GROUPS
     spell: int = 1                 # group: tokens of an element
     digits: int = 2                # arith: of each number
@@ -110,8 +109,8 @@ class Config:
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
 UNNAMED = ["model", "task", "device", "out"]      # not written as name=value into a folder's name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "asks": ["values", "breakpoints", "start"],
-           "group": GROUPS, "dtype": DTYPES, "optimizer": ["muon", "adamw"],
+CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": GROUPS, "dtype": DTYPES,
+           "optimizer": ["muon", "adamw"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": ["auto", "cuda", "mps", "cpu"]}
 MAY_BE_ZERO = ["params", "conv", "reveal_weight", "state_weight", "state_layer", "warmup", "cooldown",
