@@ -15,7 +15,6 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py accuracy                                     rounding in the scan, over 65,536 steps
 
     python plot.py horizon out/deltanet-repl                    how far it will read, from 64 commands
-    python plot.py drift out/deltanet-repl --at 512x512         why a model loses track
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py probe out/deltanet-repl --at 64x8            prints whether states can be read off
     python plot.py automaton out/deltanet-repl --at 64x8        prints whether it is the group
@@ -27,7 +26,8 @@ The figures, one function each, from what runs leave behind; and four looks insi
 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
-`drift`, `heads` and `accuracy` measure, they leave in a .jsonl beside the picture, to draw it again from it.
+`horizon`, `heads` and `accuracy` measure, they leave in a .jsonl beside the picture, to draw it again from it.
+What `probe`, `automaton` and `suspects` print, they also add to out/COMMAND.jsonl, a line a call.
 P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
@@ -51,7 +51,7 @@ import kernels
 import pfsa
 from data import Repl, Stage, parse_stages, run
 from models import DeltaNet, by_hand, tensors
-from train import TASKS, evaluate, load_model, read, to_device
+from train import TASKS, Config, build_model, evaluate, load_model, to_device
 
 plt.rcParams["figure.figsize"] = 7, 4
 plt.rcParams["figure.constrained_layout.use"] = True
@@ -508,13 +508,16 @@ def one_model(args, traces, kind=torch.nn.Module):
     return cfg, task, model, stage
 
 
+def name_of(args):
+    return f"{' '.join(args.paths)} at {args.at}"
+
+
 def measured(args, measure):
     """What a .jsonl file holds; or what `measure` finds, left in a .jsonl beside the picture."""
-    path = " ".join(args.paths)
-    if path.endswith(".jsonl"):
-        [found] = read_lines(path)
+    if args.paths and args.paths[0].endswith(".jsonl"):
+        [found] = read_lines(args.paths[0])
     else:
-        found = {"of": f"{path} at {args.at}", **measure(args)}
+        found = {"of": name_of(args), **measure(args)}
         Path(args.save).with_suffix(".jsonl").write_text(json.dumps(found) + "\n")
     return found
 
@@ -604,17 +607,26 @@ def at_commands(task, model, stage, split, traces, shift=0):
 
 def probe(args, traces=64):
     """Can states be read off a frozen model's hidden vectors? By a linear map, fitted to training programs by
-    least squares. What it reads of the control's states, it has worked out itself (2305.11169)."""
+    least squares. Two controls tell how much of it the map works out itself: other states of the same text
+    (2305.11169), and an untrained model."""
     cfg, task, model, stage = one_model(args, traces)
-    for name, shift in [("states", 0), ("control", 1)]:
-        x, y = at_commands(task, model, stage, "train", traces, shift)
-        one_hot = F.one_hot(y).float()                      # (N, n, n)
-        weights = torch.linalg.lstsq(x, one_hot.flatten(1)).solution
-        x, y = at_commands(task, model, stage, "test", traces, shift)
-        guess = (x @ weights).view_as(one_hot).argmax(-1)
-        right = (guess == y).float().mean()
-        print(f"{name}: {right:.2%} of values right")
-    print(f"chance: {task.chance(stage):.2%}")
+    untrained = build_model(cfg, task, torch.device("cpu"))
+    found = {"of": name_of(args), "chance": task.chance(stage)}
+    for name, net in [("trained", model), ("untrained", untrained)]:
+        found[name] = states, control = [fit_and_read(task, net, stage, traces, shift) for shift in (0, 1)]
+        print(f"{name}: {states:.1%} of values right, control {control:.1%}")
+    print(f"chance: {found['chance']:.1%}")
+    return found
+
+
+def fit_and_read(task, model, stage, traces, shift):
+    """-> accuracy of a linear map on test programs."""
+    x, y = at_commands(task, model, stage, "train", traces, shift)
+    one_hot = F.one_hot(y).float()                          # (N, n, n)
+    weights = torch.linalg.lstsq(x, one_hot.flatten(1)).solution
+    x, y = at_commands(task, model, stage, "test", traces, shift)
+    guess = (x @ weights).view(*y.shape, -1).argmax(-1)
+    return (guess == y).double().mean().item()
 
 
 def clouds(x, radius=0.35):
@@ -645,23 +657,26 @@ def automaton(args, traces=256):
     for i in cloud.unique():
         here = cloud == i
         usual[here] = held[here].mode().values
-    right = (usual == held).float().mean()
-    print(f"{len(centres)} clouds of hidden vectors for {len(usual.unique())} arrangements")
-    print(f"{right:.2%} of commands end in the cloud of their arrangement")
+    found = {"of": name_of(args), "clouds": len(centres), "arrangements": len(usual.unique()),
+             "right": (usual == held).double().mean().item()}
+    print(f"{found['clouds']} clouds of hidden vectors for {found['arrangements']} arrangements")
+    print(f"{found['right']:.2%} of commands end in the cloud of their arrangement")
+    return found
 
 
 @torch.no_grad()
 def suspects(args, traces=64):
     """Why does a model lose its belief in a forced trace (P1 Figures 9, 10)? After 1, 2, 4, ... prints and
-    after the last: the mass that a linear filter has left; the KL to the exact predictive; the probability
-    that the model gives to values that are possible; and the norm of each layer's state."""
+    after the last: the mass that a linear filter has left; the KL to the exact predictive; how sure the model
+    is, its highest probability; the probability that it gives to values that are possible; and the norm of
+    each layer's state."""
     cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
     [stage] = parse_stages(args.at)
     if stage.kind != "forced":
         raise ValueError(f"--at {args.at}: write it as 64x2:forced")
     batch = to_device(task.batch(cfg.seed, "test", stage, 0, traces), "cpu")
     places, state, start, mass = batch.asked[0].nonzero()[:, 0].tolist(), None, 0, 1.0
-    print("prints      mass        KL  possible  norms of the states")
+    rows = []
     for number, place in enumerate(places, 1):              # traces differ in digits only
         hidden, _, state = model(batch.tokens[:, start:place + 1], state)
         start, logits, odds = place + 1, model.head(hidden[:, -1]), batch.chances[:, place]
@@ -669,77 +684,16 @@ def suspects(args, traces=64):
         if number & (number - 1) and number < len(places):
             continue
         kl = pfsa.compare(logits, batch.target[:, place], odds)[:, 0].mean()
-        values = logits.softmax(-1)[:, ord("1"):ord("1") + odds.shape[1]]
+        said = logits.softmax(-1)
+        sure, values = said.amax(1).mean(), said[:, ord("1"):ord("1") + odds.shape[1]]
         possible = (values * (odds > 0)).sum(1).mean()
-        norms = [sum(x.square().sum() for x in tensors(mixer)).sqrt().item() for _, mixer in state]
-        norms = "  ".join(f"{norm / traces ** 0.5:8.2f}" for norm in norms)
-        print(f"{number:6d}  {mass:8.1e}  {kl:8.4f}  {possible:8.1%}  {norms}")
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Why a linear RNN loses track
-#
-# Relabel a trace's values cyclically: n traces with the same commands. What their states share is noise, what
-# the commands wrote; what differs is signal, all that is known of the values. A delta rule's state is affine
-# in what it was before, so in the first layer this split is exact.
-
-def relabelled(task, stage, traces):
-    """-> tokens (traces * n, T), all n cyclic relabelings of each trace's values; where its commands end."""
-    rng = random.Random(0)
-    digits = "123456789"[:task.n_vars]
-    found = []
-    for _ in range(traces):
-        sources = [line.source for line in task.draw(rng, stage, "test") if line.source]
-        for i in range(task.n_vars):
-            cycle = str.maketrans(digits, digits[i:] + digits[:i])
-            lines = run([source.translate(cycle) for source in sources], {}, task.prompt)
-            tokens, _, ends = task.encode(lines)
-            found.append(tokens)
-    ends = [end + 1 for line, end in zip(lines, ends) if is_command(line.source)]    # alike in all of them
-    return torch.tensor(found), ends
-
-
-def split(state, n):
-    """The state after relabelled traces -> noise and signal (traces, n, D); their sum is S of all layers."""
-    S = torch.cat([S.flatten(1) for _, S in state], 1).unflatten(0, (-1, n))
-    noise = S.mean(1, keepdim=True).expand_as(S)
-    return noise, S - noise
-
-
-@torch.no_grad()
-def measure_drift(args, traces=96):
-    """Accuracy, and the sizes of noise and signal, after 8, 16, 32, ... commands."""
-    cfg, task, model, stage = one_model(args, 2 * traces, DeltaNet)
-    tokens, ends = relabelled(task, stage, traces)
-    rows = []
-    state = None
-    start, depth = 0, 8
-    while depth <= stage.length:
-        for piece in tokens[:, start:ends[depth - 1]].split(128, 1):
-            _, _, state = model(piece, state)
-        noise, signal = split(state, task.n_vars)
-        sizes = [part.norm(dim=-1).mean().item() for part in (noise, signal)]
-        here = stage._replace(length=depth, spacing=min(depth, stage.spacing))
-        accuracy = evaluate(model, task, here, cfg)["final"]
-        rows.append([depth, accuracy, *sizes])
-        start, depth = ends[depth - 1], 2 * depth
-    length = trained({"task": cfg.task, "config": vars(cfg)}).length
-    return {"trained": length, "columns": ["commands", "accuracy", "noise", "signal"], "rows": rows}
-
-
-def drift(args):
-    """Why a model loses track of values that were given 8, 16, 32, ... commands ago."""
-    found = measured(args, measure_drift)
-    commands, accuracy, noise, signal = zip(*found["rows"])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    left.plot(commands, accuracy, **LOOKS[0])
-    right.plot(commands, signal, **LOOKS[0], label="signal")
-    right.plot(commands, noise, **LOOKS[1], label="noise")
-    for axes in (left, right):
-        doubling(axes, commands)
-        axes.set_ylim(0)
-    finish(left, "commands", "accuracy at the last print", found["of"], length=found["trained"])
-    return finish(right, "commands", "Frobenius norm", "What its state holds", length=found["trained"])
+        energy = [sum(x.square().sum().item() for x in tensors(mixer)) / traces for _, mixer in state]
+        rows.append([number, mass, kl.item(), sure.item(), possible.item(), *map(math.sqrt, energy)])
+    print("prints      mass        KL      sure  possible  norms of the states")
+    for number, mass, kl, sure, possible, *norms in rows:
+        norms = "  ".join(f"{norm:8.2f}" for norm in norms)
+        print(f"{number:6d}  {mass:8.1e}  {kl:8.4f}  {sure:8.1%}  {possible:8.1%}  {norms}")
+    return {"of": name_of(args), "columns": ["prints", "mass", "kl", "sure", "possible", "norms"], "rows": rows}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -832,6 +786,17 @@ def measure_horizon(model, task, cfg, reads=1024, most=16384, traces=128):
     return row
 
 
+def one_layer(path):
+    """-> cfg, task and model of a run; of "by_hand", models.by_hand, where each swap rounds."""
+    if path == "by_hand":
+        task = Repl(moves="swap")
+        return Config(moves="swap"), task, by_hand(task, places=1)
+    cfg, task, _, model = load_model(path, device="cpu")
+    if cfg.task != "repl" or cfg.n_layer > 1 or not hasattr(model.blocks[0].mixer, "scan"):
+        raise ValueError(f"horizon: {path} is not of repl with one layer, whose mixer has a scan")
+    return cfg, task, model
+
+
 def horizon(args):
     """Accuracy by commands without a print, and where it was predicted to fall below 90 %."""
     if args.paths[0].endswith(".jsonl"):
@@ -839,9 +804,7 @@ def horizon(args):
     else:
         rows = []
         for path in args.paths:
-            cfg, task, _, model = load_model(path, device="cpu")
-            if cfg.task != "repl" or cfg.n_layer > 1 or not hasattr(model.blocks[0].mixer, "scan"):
-                raise ValueError(f"horizon: {path} is not of repl with one layer, whose mixer has a scan")
+            cfg, task, model = one_layer(path)
             rows.append({"of": path, **measure_horizon(model, task, cfg)})
         Path(args.save).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     axes = plt.subplots()[1]
@@ -912,7 +875,7 @@ def accuracy(args):
 # The command line
 
 COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
-            drift, horizon, heads, probe, automaton, suspects, accuracy]
+            horizon, heads, probe, automaton, suspects, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
     "final": "final assets/final.jsonl",
@@ -921,7 +884,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "nats": "nats assets/belief.jsonl --models deltanet,gated_deltanet,ssm,gru,lstm",
     "samples": "samples assets/told.jsonl",
     "lengths": "lengths assets/lengths.jsonl",
-    "drift": "drift assets/drift.jsonl",
+    "horizon": "horizon assets/horizon.jsonl",
     "heads": "heads assets/heads.jsonl",
     "filters": "filters",
     "accuracy": "accuracy assets/accuracy.jsonl",
@@ -950,9 +913,14 @@ def main(argv=None):
     args.save = args.save or f"out/{args.command}.png"
     try:
         Path(args.save).parent.mkdir(parents=True, exist_ok=True)
-        figure = commands[args.command](args)
-        if figure:
-            figure.savefig(args.save)
+        found = commands[args.command](args)
+        if isinstance(found, dict):
+            table = Path(args.save).with_suffix(".jsonl")
+            with open(table, "a") as file:
+                file.write(json.dumps(found) + "\n")
+            print(f"added to {table}")
+        else:
+            found.savefig(args.save)
             print(f"saved {args.save}")
     except KeyError as error:
         parser.error(f"{args.command}: there is no {error} in these files")

@@ -3108,8 +3108,9 @@ def test_a_probe_reads_the_states_that_are_there_and_not_those_of_the_control(mo
     task = Repl(4, states="none")
     use(monkeypatch, task, KnowsAll(task))
     plot.probe(of(path="a run", at="16x4"), traces=32)
-    states, control, chance = (float(x) for x in re.findall(r"([\d.]+)%", capsys.readouterr().out))
-    assert states == 100 and control < 60 and chance == 25
+    percents = re.findall(r"([\d.]+)%", capsys.readouterr().out)
+    states, control, untrained, _, chance = map(float, percents)
+    assert states == 100 and control < 60 and untrained < 90 and chance == 25
 
 
 def test_the_controls_commands_are_executed_as_if_about_the_next_variable():
@@ -3126,47 +3127,6 @@ def test_the_controls_commands_are_executed_as_if_about_the_next_variable():
             elif " = " in line.source:
                 exec(line.source, {}, held)
     assert y.tolist() == states and len(x) == 40
-
-
-def test_relabelled_traces_run_as_python_says_and_share_their_commands():
-    task = Repl(4, "swap")
-    tokens, ends = plot.relabelled(task, Stage(12, 3), 5)
-    texts = [task.tokenizer.decode(row) for row in tokens.tolist()]
-    for text, row in zip(texts, tokens.tolist()):
-        held, lines = {}, text.splitlines()
-        for line, after in zip(lines, lines[1:]):
-            if line.startswith(">>> print"):
-                assert after == f"{line[11]} {held[line[11]]}"
-            elif line.startswith(">>> "):
-                exec(line[4:], {}, held)
-        assert [task.tokenizer.decode(row[:end]).count(" = ") for end in ends] == list(range(5, 17))
-    for i in range(0, 20, 4):
-        assert len({re.sub(r"\d", "", text) for text in texts[i:i + 4]}) == 1
-        values = [re.findall(r"[a-d] = (\d)", text) for text in texts[i:i + 4]]
-        assert all(len(set(column)) == 4 for column in zip(*values))      # each variable holds each value once
-
-
-def test_noise_is_what_relabelings_share_and_signal_adds_up_to_nothing():
-    task = Repl(4, "swap")
-    tokens, ends = plot.relabelled(task, Stage(8, 8), 3)
-    with torch.no_grad():
-        _, _, state = models.by_hand(task)(tokens[:, :ends[-1]])
-    noise, signal = plot.split(state, 4)
-    assert torch.allclose((noise + signal).flatten(0, 1), state[0][1].flatten(1), atol=1e-6)
-    assert (noise == noise[:, :1]).all() and signal.sum(1).abs().max() < 1e-5 < signal.abs().max()
-
-
-def test_drift_reads_accuracy_and_sizes_after_8_16_32_commands_and_can_draw_them_again(monkeypatch):
-    task = Repl(4, "swap")
-    use(monkeypatch, task, models.by_hand(task))
-    figure = plot.drift(of(path="a run", at="40x40"))
-    found = json.loads(Path("out.jsonl").read_text())
-    commands, accuracy, noise, signal = zip(*found["rows"])
-    assert commands == (8, 16, 32) and accuracy == (1, 1, 1) and found["trained"] == 64
-    assert np.allclose(signal, signal[0]) and np.allclose(noise, noise[0])        # by hand, nothing is lost
-    again = plot.drift(of(path="out.jsonl"))
-    for axes, same in zip(figure.axes, again.axes):
-        assert all(np.array_equal(a.get_ydata(), b.get_ydata()) for a, b in zip(axes.lines, same.lines))
 
 
 def one_of_two_heads():
@@ -3205,6 +3165,22 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     keys = block.mixer.project(seen)[1][:, :, 0].flatten(0, 1).double().numpy()
     energy = np.linalg.eigvalsh(np.cov(keys.T))[::-1]
     assert np.allclose(heads["1.1"]["keys"], energy.cumsum() / energy.sum(), atol=1e-4)
+
+
+def test_suspects_of_a_model_that_knows_nothing(monkeypatch, capsys):
+    """An untrained head gives each token the same probability."""
+    cfg = train.Config(task="pfsa", n_vars=3, states="none", device="cpu")
+    task, _ = train.build_task(cfg)
+    model = train.build_model(cfg, task, torch.device("cpu"))
+    monkeypatch.setattr(plot, "load_model", lambda path, **changes: (cfg, task, None, model))
+    plot.suspects(of(path="a run", at="16x2:forced"), traces=4)
+    rows = capsys.readouterr().out.replace("%", "").splitlines()[1:]
+    number, mass, kl, sure, possible, *norms = np.array([row.split() for row in rows], float).T
+    V = len(task.tokenizer)
+    assert list(number) == [1, 2, 4, 8, 9]                            # 16 lines: 7 swaps, 9 prints
+    assert np.allclose(mass, [2.0 ** -n for n in (1, 2, 4, 7, 7)], rtol=0.1)
+    assert np.allclose(kl, np.log([V / 2, V / 2, V / 2, V, V]), atol=1e-3)   # the last two prints are certain
+    assert np.allclose(sure, 100 / V, atol=0.1) and len(norms) == 1
 
 
 def with_noise(model, size):
@@ -3246,7 +3222,7 @@ def test_help_has_an_example_of_every_command(capsys):
 @pytest.mark.parametrize("words, reason", [
     ("", "give a command"), ("curve", "give a command"), ("curv out", "invalid choice"),
     ("scores nowhere", "give folders"), ("scores broken.jsonl", "give folders"), ("nats table.jsonl", "no 'kl'"),
-    ("drift table.jsonl", "no 'rows'"), ("ladder other.jsonl", "no 'model'"),
+    ("horizon table.jsonl", "no 'accuracy'"), ("ladder other.jsonl", "no 'model'"),
     ("scores table.jsonl --models rnn", "none of these runs"), ("positions table.jsonl --at 9x9", "0 curves"),
     ("positions table.jsonl --at long", "no stage"), ("probe nowhere --at 8x1", "no such checkpoint"),
     ("curve table.jsonl", "metrics.csv"), ("scores table.jsonl --save x.doc", "not supported")])
@@ -3262,16 +3238,15 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
 
 def test_looks_inside_refuse_a_model_that_writes_its_states(monkeypatch):
     use(monkeypatch, Repl(3, states="text"), models.LM(small("deltanet"), 300))
-    for command in (plot.automaton, plot.probe, plot.drift, plot.heads):
+    for command in (plot.automaton, plot.probe, plot.heads):
         with pytest.raises(ValueError, match="without states in the text"):
             command(of(path="a run"))
 
 
-def test_drift_and_heads_refuse_a_model_without_delta_heads(monkeypatch):
+def test_heads_refuse_a_model_without_delta_heads(monkeypatch):
     use(monkeypatch, Repl(3), SimpleNamespace(blocks=[SimpleNamespace(mixer=torch.nn.LSTM(1, 1))]))
-    for command in (plot.drift, plot.heads):
-        with pytest.raises(ValueError, match="of deltanet"):
-            command(of(path="a run"))
+    with pytest.raises(ValueError, match="of deltanet"):
+        plot.heads(of(path="a run"))
 
 
 # ----------------------------------------------------------------------------------------------------------
