@@ -430,7 +430,8 @@ class Breakpoints(Repl):
 
 class Inverse(Repl):
     """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A check shows what
-    one variable holds now, and the question is where this value was at first."""
+    one variable holds now, and the question is where this value was at first. So the state is, for each
+    variable, where its value was."""
 
     def start(self, rng, memory):
         memory["start"] = rng.sample(range(1, self.n_vars + 1), self.n_vars)
@@ -440,8 +441,11 @@ class Inverse(Repl):
         yield f"if {name} != {memory[name]}: exit()"
         yield f"print({memory[name]}, '{self.names}'[start.index({memory[name]})])"
 
+    def slots(self, memory):
+        return [memory["start"].index(memory[name]) for name in self.names]
+
     def text(self, memory):
-        return super().text({name: memory[name] for name in self.names})     # without the start
+        return super().text({name: self.names[i] for name, i in zip(self.names, self.slots(memory))})
 
 
 class Parity(Task):

@@ -26,8 +26,8 @@ The figures, one function each, from what runs leave behind; and four looks insi
 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
-`horizon`, `heads` and `accuracy` measure, they leave in a .jsonl beside the picture, to draw it again from it.
-What `probe`, `automaton` and `suspects` print, they also add to out/COMMAND.jsonl, a line a call.
+`horizon`, `heads` and `accuracy` measure is left in a .jsonl beside the picture, which can be drawn again from
+it. What `probe`, `automaton` and `suspects` print is added to out/COMMAND.jsonl, a line a call.
 P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
@@ -503,8 +503,8 @@ def one_model(args, traces, kind=torch.nn.Module):
     cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
-        raise ValueError(f"{args.command}: give a run of repl, without states in the text; for drift and "
-                         "heads, of deltanet")
+        raise ValueError(f"{args.command}: give a run of repl, without states in the text; for heads, "
+                         "of deltanet")
     return cfg, task, model, stage
 
 
@@ -693,7 +693,8 @@ def suspects(args, traces=64):
     for number, mass, kl, sure, possible, *norms in rows:
         norms = "  ".join(f"{norm:8.2f}" for norm in norms)
         print(f"{number:6d}  {mass:8.1e}  {kl:8.4f}  {sure:8.1%}  {possible:8.1%}  {norms}")
-    return {"of": name_of(args), "columns": ["prints", "mass", "kl", "sure", "possible", "norms"], "rows": rows}
+    columns = ["prints", "mass", "kl", "sure", "possible", "norms"]
+    return {"of": name_of(args), "columns": columns, "rows": rows}
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_a_python_interpreter_prints_what_1000_traces_say():
 
 @pytest.mark.parametrize("moves", ["swap", "perm"])
 def test_who_held_a_value_at_the_start_follows_from_what_was_read(moves):
-    """All arrangements that run through the lines so far agree on the answer; at first, all do run."""
+    """All arrangements that run through the lines so far agree on answer and state; at first, all do run."""
     task = Inverse(n_vars=3, moves=moves)
     for i in range(30):
         worlds = [{"start": list(values), "exit": lambda: 1 / 0} for values in itertools.permutations((1, 2, 3))]
@@ -163,6 +163,9 @@ def test_who_held_a_value_at_the_start_follows_from_what_was_read(moves):
                     assert shown == [after.text] and after.answer in "abc"
                     answers += world is worlds[0]
             worlds = survivors
+            if line.source:
+                for world in worlds:
+                    assert line.state == [world["start"].index(world[name]) for name in "abc"]
             checked = checked or line.source.startswith("if")
             assert len(worlds) <= 2 if checked else len(worlds) == 6
         assert answers == 3 and worlds
