@@ -26,8 +26,8 @@ The figures, one function each, from what runs leave behind; and four looks insi
 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
-`horizon`, `heads` and `accuracy` measure is left in a .jsonl beside the picture, which can be drawn again from
-it. What `probe`, `automaton` and `suspects` print is added to out/COMMAND.jsonl, a line a call.
+`horizon`, `heads` and `accuracy` measure is left in a .jsonl beside the picture, to draw it again from that.
+What `probe`, `automaton` and `suspects` print is added to out/COMMAND.jsonl, a line a call.
 P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
@@ -584,83 +584,110 @@ def is_command(source):
 
 
 @torch.no_grad()
-def at_commands(task, model, stage, split, traces, shift=0):
-    """Read traces -> hidden vectors at ends of commands (N, D), the variables' classes there (N, n). With
-    shift=1, the probe's control: relabel commands to act on variable i+1 mod n; same text, other states."""
+def after_commands(task, model, traces):
+    """Read traces of one stage together, line by line; their lines are equally long. Yields, after each
+    command, the number of its line, the hidden vectors there (B, D), and the recurrent state."""
+    tokens, _, ends = zip(*map(task.encode, traces))
+    tokens, state, start = torch.tensor(tokens), None, 0
+    for number, end in enumerate(ends[0]):
+        hidden, _, state = model(tokens[:, start:end + 1], state)
+        start = end + 1
+        if is_command(traces[0][number].source):
+            yield number, hidden[:, -1], state
+
+
+def states_after(task, lines, shift=0):
+    """-> the classes of what the variables hold after each line. With shift=1, the probe's control: relabel
+    commands to act on the next variable; same text, other states."""
+    others = str.maketrans(task.names, task.names[shift:] + task.names[:shift])
+    sources = [line.source for line in lines if line.source]
+    sources = [source.translate(others) if is_command(source) else source for source in sources]
+    return [line.state for line in run(sources, {}, see=task.slots)]
+
+
+def observed(task, model, stage, split, traces):
+    """-> {"hidden vector": (N, D), "recurrent state": (N, M)} after N commands; the classes of what the
+    variables hold there (N, n), and in the control (N, n)."""
     rng = random.Random(0)
-    relabel = str.maketrans(task.names, task.names[shift:] + task.names[:shift])
-    x, y = [], []
-    for _ in range(traces):
-        lines = task.draw(rng, stage, split)
-        tokens, _, ends = task.encode(lines)
-        hidden, _, _ = model(torch.tensor([tokens]))
-        sources = [line.source for line in lines if line.source]
-        moved = [source.translate(relabel) if is_command(source) else source
-                 for source in sources]
-        others = run(moved, {}, see=task.slots)
-        for line, end, other in zip(lines, ends, others):
-            if is_command(line.source):
-                x.append(hidden[0, end])
-                y.append(other.state)
-    return torch.stack(x), torch.tensor(y)
+    drawn = [task.draw(rng, stage, split) for _ in range(traces)]
+    held = [states_after(task, lines) for lines in drawn]
+    in_control = [states_after(task, lines, shift=1) for lines in drawn]
+    hidden, states, true, other = [], [], [], []
+    for number, x, state in after_commands(task, model, drawn):
+        numbers = [part.squeeze(0).flatten(1) for _, mixer in state for part in tensors(mixer)]
+        hidden.append(x)
+        states.append(torch.cat(numbers, 1))
+        true += [after[number] for after in held]
+        other += [after[number] for after in in_control]
+    seen = {"hidden vector": torch.cat(hidden)}
+    if states[0].shape == states[-1].shape:                 # a Transformer's cache grows
+        seen["recurrent state"] = torch.cat(states)
+    return seen, torch.tensor(true), torch.tensor(other)
 
 
-def probe(args, traces=64):
-    """Can states be read off a frozen model's hidden vectors? By a linear map, fitted to training programs by
-    least squares. Two controls tell how much of it the map works out itself: other states of the same text
-    (2305.11169), and an untrained model."""
+def fit(x, y):
+    """Ridge regression of y's classes on x (N, M), y (N, n) -> a function that guesses y from x."""
+    one_hot, mean = F.one_hot(y).double().flatten(1), x.double().mean(0)
+    centred = x.double() - mean
+    square = centred.T @ centred
+    square += 0.1 * square.diagonal().mean() * torch.eye(len(square))
+    weights = torch.linalg.solve(square, centred.T @ (one_hot - one_hot.mean(0)))
+    return lambda x: ((x - mean) @ weights + one_hot.mean(0)).view(len(x), *y.shape[1:], -1).argmax(-1)
+
+
+def probe(args, traces=128):
+    """Can values be read off a frozen model, by a linear map that is fitted to training programs? From the
+    hidden vector at a command's end, and from the recurrent state. Two controls tell how much of it the map
+    works out itself: other states of the same text (2305.11169), and an untrained model."""
     cfg, task, model, stage = one_model(args, traces)
     untrained = build_model(cfg, task, torch.device("cpu"))
     found = {"of": name_of(args), "chance": task.chance(stage)}
     for name, net in [("trained", model), ("untrained", untrained)]:
-        found[name] = states, control = [fit_and_read(task, net, stage, traces, shift) for shift in (0, 1)]
-        print(f"{name}: {states:.1%} of values right, control {control:.1%}")
+        seen, *labels = observed(task, net, stage, "train", traces)
+        seen_in_tests, *labels_in_tests = observed(task, net, stage, "test", traces // 2)
+        for place, x in seen.items():
+            right = [(fit(x, y)(seen_in_tests[place]) == truth).double().mean().item()
+                     for y, truth in zip(labels, labels_in_tests)]
+            found[f"{name}, {place}"] = right
+            print(f"{name}, {place}: {right[0]:.1%} of values right, control {right[1]:.1%}")
     print(f"chance: {found['chance']:.1%}")
     return found
 
 
-def fit_and_read(task, model, stage, traces, shift):
-    """-> accuracy of a linear map on test programs."""
-    x, y = at_commands(task, model, stage, "train", traces, shift)
-    one_hot = F.one_hot(y).float()                          # (N, n, n)
-    weights = torch.linalg.lstsq(x, one_hot.flatten(1)).solution
-    x, y = at_commands(task, model, stage, "test", traces, shift)
-    guess = (x @ weights).view(*y.shape, -1).argmax(-1)
-    return (guess == y).double().mean().item()
-
-
-def clouds(x, radius=0.35):
-    """Points x (N, D), in clouds of about as many each -> centres (M, D). Take the ball with most points; its
-    mean is a centre; remove its points; repeat, until the fullest ball holds less than a fifth of the first.
-    The radius is in units of the points' mean distance from their mean."""
-    spread = (x - x.mean(0)).norm(dim=1).mean()
-    near = (torch.cdist(x, x) <= radius * spread).float()
-    left = torch.ones(len(x))
-    most = near.sum(1).max()
-    centres = []
-    while (near @ left).max() > most / 5:
-        ball = near[(near @ left).argmax()] * left
-        centres.append(ball @ x / ball.sum())
-        left -= ball
-    return torch.stack(centres)
+@torch.no_grad()
+def would_say(task, model, state, traces):
+    """-> (traces, n) the values that a model would say if all variables were printed now; 0: no digit."""
+    said = []
+    for name in task.names:
+        question = torch.tensor([task.tokenizer.encode(f"{task.prompt}print('{name}', {name})\n{name} ")])
+        hidden, _, _ = model(question.expand(traces, -1), state)
+        said.append(model.head(hidden[:, -1]).argmax(-1) - ord("0"))
+    values = torch.stack(said, 1)
+    return values.where((values > 0) & (values <= task.n_vars), 0)
 
 
 def automaton(args, traces=256):
-    """The automaton in a model: its states are clouds of hidden vectors at ends of commands, found without
-    labels. If each cloud is one of the n! arrangements of the values, commands move it as Python does."""
+    """The automaton that a model behaves as. Its state after a command: what it would say if all variables
+    were printed then. A step is right if Python, from what the model would have said before the command, gets
+    what it would say after it."""
     cfg, task, model, stage = one_model(args, traces)
-    x, values = at_commands(task, model, stage, "test", traces)
-    _, held = values.unique(dim=0, return_inverse=True)     # the arrangement, as a number
-    centres = clouds(x[:4096])                              # it compares each with each
-    cloud = torch.cdist(x, centres).argmin(1)
-    usual = torch.empty_like(held)
-    for i in cloud.unique():
-        here = cloud == i
-        usual[here] = held[here].mode().values
-    found = {"of": name_of(args), "clouds": len(centres), "arrangements": len(usual.unique()),
-             "right": (usual == held).double().mean().item()}
-    print(f"{found['clouds']} clouds of hidden vectors for {found['arrangements']} arrangements")
-    print(f"{found['right']:.2%} of commands end in the cloud of their arrangement")
+    rng = random.Random(0)
+    drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
+    held = [states_after(task, lines) for lines in drawn]
+    before, states, right, steps = [], set(), [], []
+    for number, _, state in after_commands(task, model, drawn):
+        now = would_say(task, model, state, traces).tolist()
+        states.update(map(tuple, now))
+        right += [values == [slot + 1 for slot in after[number]] for values, after in zip(now, held)]
+        for lines, old, new in zip(drawn, before, now):
+            memory = dict(zip(task.names, old))
+            run([lines[number].source], memory)
+            steps.append(new == [memory[name] for name in task.names])
+        before = now
+    found = {"of": name_of(args), "states": len(states), "arrangements": math.factorial(task.n_vars),
+             "right": float(np.mean(right)), "steps": float(np.mean(steps))}
+    print(f"{found['states']} states for {found['arrangements']} arrangements")
+    print(f"{found['right']:.2%} of commands end in the right state; {found['steps']:.2%} of steps are right")
     return found
 
 

@@ -3068,68 +3068,65 @@ def test_figures_show_the_numbers_of_their_tables(monkeypatch):
 # ----------------------------------------------------------------------------------------------------------
 # plot.py: inside one model
 
-class KnowsAll(torch.nn.Module):
-    """Its hidden vectors are what the variables hold after the lines so far, one-hot, and a little noise. It reads
-    lines by a rule of its own."""
-    blocks = []
-
-    def __init__(self, task):
-        super().__init__()
-        self.task = task
-
-    def forward(self, tokens, state=None):
-        hidden, held, line = [], {}, ""
-        for token in tokens[0].tolist():
-            line += self.task.tokenizer.decode([token])
-            if line.endswith("\n"):
-                left, _, right = line.strip("> \n").partition(" = ")
-                new = [held.get(word, word) for word in right.split(", ")]
-                held.update(zip(left.split(", "), new))
-                line = ""
-            hidden.append([held.get(name) == digit for name in "abcd" for digit in "1234"])
-        return torch.tensor([hidden]).float() + 0.05 * torch.randn(1, len(hidden), 16), None, None
-
-
 def use(monkeypatch, task, model):
     """Let load_model return this model."""
     cfg = train.Config(n_vars=task.n_vars, eval_samples=8, states=task.states)
     monkeypatch.setattr(plot, "load_model", lambda path, **changes: (cfg, task, None, model))
 
 
-@pytest.mark.parametrize("n, states", [(3, 6), (4, 24)])
-def test_an_automaton_is_found_in_clouds_and_its_states_are_those_of_the_symmetric_group(
-        n, states, monkeypatch, capsys):
-    task = Repl(n, states="none")
-    use(monkeypatch, task, KnowsAll(task))
-    plot.automaton(of(path="a run", at="32x4"), traces=64)
-    clouds, right = capsys.readouterr().out.splitlines()
-    assert clouds == f"{states} clouds of hidden vectors for {states} arrangements"
-    assert right == "100.00% of commands end in the cloud of their arrangement"
+def test_an_exact_model_behaves_as_the_symmetric_group(monkeypatch):
+    task = Repl(3, "swap", states="none")
+    use(monkeypatch, task, models.by_hand(task))
+    found = plot.automaton(of(path="a run", at="32x4"), traces=16)
+    assert (found["states"], found["arrangements"], found["right"], found["steps"]) == (6, 6, 1, 1)
 
 
-def test_a_probe_reads_the_states_that_are_there_and_not_those_of_the_control(monkeypatch, capsys):
-    task = Repl(4, states="none")
-    use(monkeypatch, task, KnowsAll(task))
-    plot.probe(of(path="a run", at="16x4"), traces=32)
-    percents = re.findall(r"([\d.]+)%", capsys.readouterr().out)
-    states, control, untrained, _, chance = map(float, percents)
-    assert states == 100 and control < 60 and untrained < 90 and chance == 25
+def test_a_model_that_forgets_a_swap_is_in_wrong_states_and_later_takes_right_steps(monkeypatch):
+    """Its first command is not executed. All later steps are right, from a wrong state to a wrong state."""
+    task = Repl(3, "swap", states="none")
+    lm = models.by_hand(task)
+    use(monkeypatch, task, lm)
+    known, exact = plot.after_commands, lm.forward
+
+    def forgetful(task, model, traces):
+        for i, (number, hidden, state) in enumerate(known(task, model, traces)):
+            if i == 0:
+                first = [lines[:number] for lines in traces]
+                tokens = torch.tensor([task.encode(lines)[0] for lines in first])
+                _, _, before = exact(tokens)
+                state[0][1].copy_(before[0][1])                       # what is read next starts from here
+            yield number, hidden, state
+
+    monkeypatch.setattr(plot, "after_commands", forgetful)
+    found = plot.automaton(of(path="a run", at="16x16"), traces=16)
+    assert found["steps"] == 1 and found["right"] < 0.5
+
+
+def test_values_are_read_off_the_recurrent_state_that_holds_them(monkeypatch):
+    """By hand, the state has a number for each value of each variable; the hidden vector at a line's end has
+    none of this, and the state does not hold what the control would."""
+    task = Repl(4, "swap", states="none")
+    use(monkeypatch, task, models.by_hand(task))
+    found = plot.probe(of(path="a run", at="16x4"), traces=64)
+    assert found["chance"] == 0.25
+    states, control = found["trained, recurrent state"]
+    assert states == 1 and control < 0.6
+    for other in "trained, hidden vector", "untrained, hidden vector", "untrained, recurrent state":
+        assert found[other][0] < 0.6
 
 
 def test_the_controls_commands_are_executed_as_if_about_the_next_variable():
-    task, rng, states = Repl(3, "swap", states="none"), random.Random(0), []
-    x, y = plot.at_commands(task, KnowsAll(task), Stage(8, 2), "test", 5, shift=1)
+    task, rng = Repl(3, "swap", states="none"), random.Random(0)
     for _ in range(5):
-        held = {}
-        for line in task.draw(rng, Stage(8, 2), "test"):
+        lines, held = task.draw(rng, Stage(8, 2), "test"), {}
+        for line, state in zip(lines, plot.states_after(task, lines, shift=1)):
             swap = re.fullmatch(r"(.), (.) = .*", line.source)
             if swap:
                 a, b = ({"a": "b", "b": "c", "c": "a"}[name] for name in swap.groups())
                 held[a], held[b] = held[b], held[a]
-                states.append([held[name] - 1 for name in "abc"])
             elif " = " in line.source:
                 exec(line.source, {}, held)
-    assert y.tolist() == states and len(x) == 40
+            assert state == [held.get(name, 0) - 1 for name in "abc"]
 
 
 def one_of_two_heads():
