@@ -788,7 +788,7 @@ def spread_and_separation(model, task, commands, traces):
 
 
 @torch.no_grad()
-def measure_horizon(model, task, cfg, reads=1024, most=16384, traces=128):
+def measure_horizon(model, task, cfg, reads=1024, most=4096, traces=128):
     """From reads up to 64 commands, predict after how many less than 90 % will be right; and measure it. The
     separation is taken to shrink by the same factor at each command, and the spread's square to grow by the
     same amount."""
@@ -803,15 +803,26 @@ def measure_horizon(model, task, cfg, reads=1024, most=16384, traces=128):
     depths = 2.0 ** np.arange(6, 30, 1 / 16)
     expected = np.sqrt(first + grows * depths) / np.exp(start + shrinks * depths)
     predicted = next((depth for depth, x in zip(depths, expected) if x > ratio[-1]), None)
-    row = {"commands": DEPTHS, "spread": list(spread), "separation": list(separation), "ratio": ratio[-1],
-           "predicted": predicted, "accuracy": []}
-    cfg, depth = replace(cfg, eval_samples=traces), 64
-    while depth <= most:
-        row["accuracy"].append([depth, evaluate(model, task, Stage(depth, depth), cfg)["accuracy"]])
-        if row["accuracy"][-1][1] < 0.5:
-            break
+
+    cfg, accuracy, depth = replace(cfg, eval_samples=traces), {}, 64
+    while depth <= most and min(accuracy.values(), default=1) > 0.5:
+        accuracy[depth] = evaluate(model, task, Stage(depth, depth), cfg)["accuracy"]
         depth *= 2
-    return row
+    last = max([depth for depth, right in accuracy.items() if right >= 0.9], default=64)
+    between = [round(last * 2 ** (quarter / 4)) for quarter in (1, 2, 3) if 2 * last in accuracy]
+    for depth in between:                                   # look closer where it falls
+        accuracy[depth] = evaluate(model, task, Stage(depth, depth), cfg)["accuracy"]
+    return {"commands": DEPTHS, "spread": list(spread), "separation": list(separation), "ratio": ratio[-1],
+            "predicted": predicted, "fell": falls(accuracy), "accuracy": sorted(accuracy.items())}
+
+
+def falls(accuracy):
+    """{commands: accuracy} -> the commands at which it first falls below 90 %, between two that were measured;
+    None if it does not."""
+    points = sorted(accuracy.items())
+    for (before, high), (after, low) in zip(points, points[1:]):
+        if high >= 0.9 > low:
+            return before * (after / before) ** ((high - 0.9) / (high - low))
 
 
 def one_layer(path):
@@ -836,13 +847,14 @@ def horizon(args):
             rows.append({"of": path, **measure_horizon(model, task, cfg)})
         Path(args.save).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     axes = plt.subplots()[1]
-    for row, look in zip(rows, LOOKS):
+    for row, look in zip(rows, LOOKS):                      # of the first five
         commands, accuracy = zip(*row["accuracy"])
-        axes.plot(commands, accuracy, **look, label=row["of"])
+        axes.plot(commands, accuracy, **look, label=Path(row["of"]).name)
         if row["predicted"]:                                # else: not within 10^9 commands
             axes.axvline(row["predicted"], color=look["color"], linestyle=":")
-    doubling(axes, [depth for row in rows for depth, _ in row["accuracy"]])
-    return finish(axes, "commands before the only print", "accuracy", "Dotted: where 90 % was predicted", 0.2)
+    doubling(axes, [64, 128, 256, 512, 1024, 2048, 4096])
+    return finish(axes, "commands before the only print", "accuracy on held-out traces",
+                  "How far models read. Dotted: where 90 % was predicted", 0.2, 64)
 
 
 # ----------------------------------------------------------------------------------------------------------

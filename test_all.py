@@ -3200,13 +3200,12 @@ def test_the_horizon_of_a_model_whose_errors_add_up_is_predicted_from_64_command
     cfg, lm = train.Config(n_vars=3, moves="swap", device="cpu"), models.by_hand(task)
     exact = plot.measure_horizon(lm, task, cfg, reads=96, most=128, traces=8)
     assert exact["predicted"] is None and max(exact["spread"]) < 1e-6
-    assert exact["accuracy"] == [[64, 1], [128, 1]]
+    assert exact["accuracy"] == [(64, 1), (128, 1)] and exact["fell"] is None
     with_noise(lm, 0.14)
     found = plot.measure_horizon(lm, task, cfg, reads=256, most=128, traces=256)
     assert found["spread"][-1] / found["spread"][1] == pytest.approx(2, rel=0.1)     # 64 and 16 commands
-    depth, accuracy = np.array(found["accuracy"]).T
-    measured = 2 ** np.interp(-0.9, -accuracy, np.log2(depth))
-    assert found["predicted"] == pytest.approx(measured, rel=0.3)
+    assert found["predicted"] == pytest.approx(found["fell"], rel=0.3)
+    assert plot.falls({64: 1, 128: 0.95, 256: 0.85}) == pytest.approx(128 * 2 ** 0.5)
 
 
 # ----------------------------------------------------------------------------------------------------------
