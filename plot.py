@@ -562,7 +562,7 @@ def heads(args):
     """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are
     scaled down (6). In colour: the head that costs most."""
     measures = measured(args, measure_heads)
-    found = measures["heads"]
+    found, chance = measures["heads"], measures["chance"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
     most = min(found, key=lambda name: found[name]["accuracy"][-1])
     for name, head in found.items():
@@ -572,10 +572,10 @@ def heads(args):
         left.plot(np.linspace(0, 1, 21), head["betas"], **look)
         middle.plot(range(1, len(head["keys"]) + 1), head["keys"], **look)
         right.plot([1 - 2 * scale for scale in SCALES], head["accuracy"], marker="o", **look)
-    finish(left, "share of tokens", "beta, at most", "Betas")
-    finish(middle, "principal components", "share of variance", "Keys")
-    return finish(right, "least eigenvalue of one head, the others have -1", "accuracy", measures["of"],
-                  measures["chance"])
+    finish(left, "share of tokens", "beta, at most", "Betas of each head")
+    finish(middle, "principal components", "share of variance", "Keys of each head")
+    return finish(right, "least eigenvalue of one head; the others have -1", "accuracy on held-out traces",
+                  "The betas of one head are scaled down", chance)
 
 
 def is_command(source):
