@@ -327,8 +327,8 @@ class Task:
 
 
 def is_test(program):
-    """Whether a program is held out, by its text. (Not by a CRC: it is linear, as parity is, so the bits of
-    all test programs would satisfy the same equations.)"""
+    """Whether a program is held out, by a hash of its text. (A CRC would not do. It is linear, and so is
+    parity: the bits of all test programs would satisfy the same equations.)"""
     text = program.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=1).digest()[0] % 8 == 0
 
@@ -393,7 +393,7 @@ class Repl(Task):
     def check(self, stage):
         kinds = [""] if self.moves == "swap" else ["", *map(str, range(2, self.n_vars + 1))]
         if stage.kind not in kinds:
-            raise ValueError(f"stage {stage}: only --moves perm has kinds: at most 2 to {self.n_vars} move")
+            raise ValueError(f"stage {stage}: write LxS; with --moves perm also LxS:M, M in 2 to {self.n_vars}")
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""
@@ -429,9 +429,9 @@ class Breakpoints(Repl):
 
 
 class Inverse(Repl):
-    """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A check shows what
-    one variable holds now, and the question is where this value was at first. So the state is, for each
-    variable, where its value was."""
+    """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A check, which
+    never exits, tells what one variable holds now; then a print asks where this value was at first. So the
+    state is, for each variable, where its value was."""
 
     def start(self, rng, memory):
         memory["start"] = rng.sample(range(1, self.n_vars + 1), self.n_vars)

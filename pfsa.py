@@ -252,9 +252,10 @@ def figure_9():
 def trap():
     """Figure 9 with a way back, so that traces may be long. Symbols: step; "now it is 1"; "now it is 2"; a
     print of "it is 0", "it is 1 or 2"; a print of "it is 0", "it is 1", "it is 2"."""
-    step, stay = figure_9().T[0].astype(float), np.eye(3)
+    stay = np.eye(3)
+    step = figure_9().T[0].astype(float)
     to_1, to_2 = (np.outer(stay[i], np.ones(3)) for i in (1, 2))
-    Z = [[1, 1, 1]] * 3 + [[1, 0, 0], [0, 1, 1]] + [*stay]
+    Z = [[1, 1, 1]] * 3 + [[1, 0, 0], [0, 1, 1]] + [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     return PFSA([step, to_1, to_2] + [stay] * 5, Z, 1, [[0], [1], [2], [3, 4], [5, 6, 7]])
 
 
@@ -269,15 +270,15 @@ def appendix_b():
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The task: these queries as lines of Python
+# The tasks: the queries of an automaton as lines of Python
 
 class Hidden(Task):
     """REPL traces with hidden branches: assignments, then L lines, of which L // S are prints. The state is
-    one slot; a Batch has the exact beliefs and predictives. Two such tasks are below.
+    one slot; a Batch has the exact beliefs and predictives.
 
-    LxS:k holds a run of k lines with a branch, each followed by a print; see the tasks. Lx2:forced has no
-    other lines, and its branches are not random: there only the KL to the predictive has a meaning, not the
-    loss. It has few programs, all of them test programs."""
+    In LxS:k, 2k of the lines are a run: k times a line with a branch, then a print; see the tasks. Lx2:forced
+    is such a run only, and its branches are not random: there only the KL to the predictive has a meaning,
+    not the loss. Stages `for_tests` have few programs, all of them test programs."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                                                  # nobody can be 90 % right
@@ -300,7 +301,7 @@ class Hidden(Task):
 
     def program(self, rng, stage, memory):
         yield "from random import random"
-        memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0
+        memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0    # not the imported one
         yield from self.lines(rng, stage)
 
     def draw(self, rng, stage, split):
@@ -341,9 +342,9 @@ class Hidden(Task):
             raise ValueError(f"stage {stage}: every second line is a print there, so write "
                              f"{stage.length}x2:{stage.kind}")
         if stage.kind.isdigit() and 2 * int(stage.kind) >= stage.length:
-            raise ValueError(f"stage {stage}: such a run takes more lines than {stage.length}")
+            raise ValueError(f"stage {stage}: such a run leaves no other lines; make it longer")
         if not (stage.kind in ("", *self.for_tests) or stage.kind.isdigit()):
-            raise ValueError(f"stage {stage}: the kinds are {kinds} and the length of a run, or leave it out")
+            raise ValueError(f"stage {stage}: what follows the colon is {kinds} or the length of a run")
 
     def beyond(self, last):
         """The last stage, 4 and 16 times as long; then forced at these lengths."""
@@ -393,8 +394,9 @@ class MaybeSwaps(Hidden):
 
 
 class Trap(Hidden):
-    """P1 Figure 9 as lines of Python. `a` is 2 or 3. A step makes it 1 with probability 1/2; then it stays 1
-    until it is set again. `print('m', min(a, 2))` shows whether it is 1, and no more.
+    """P1 Figure 9 as lines of Python; `a` is 1, 2 or 3 in the states 0, 1 and 2 of `trap`. It starts as 2 or
+    3. A step makes it 1 with probability 1/2; then it stays 1 until it is set again. `print('m', min(a, 2))`
+    shows whether it is 1, and no more.
 
     In a run of k, `a` is set, then come k steps, with a print of m after each. In a forced trace `a` never
     becomes 1; in the end it is printed."""

@@ -1,5 +1,5 @@
 """
-The figures, one function each, from what runs leave behind; and four looks inside a model.
+The figures, one function each, from what runs leave behind; and looks inside a model.
 
     python plot.py curve out/deltanet-repl*                     accuracy while training
     python plot.py headline out/deltanet-repl* --at 128x16      a state by hand, and `positions`
@@ -17,8 +17,8 @@ The figures, one function each, from what runs leave behind; and four looks insi
     python plot.py horizon out/deltanet-repl                    how far it will read, from 64 commands
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py probe out/deltanet-repl --at 64x8            prints whether states can be read off
-    python plot.py automaton out/deltanet-repl --at 64x8        prints whether it is the group
-    python plot.py suspects out/deltanet-pfsa --at 64x2:forced  prints what becomes of a belief
+    python plot.py automaton out/deltanet-repl --at 64x8        prints how often it does as the group does
+    python plot.py belief out/deltanet-pfsa --at 64x2:forced    prints what becomes of a belief
 
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
     python plot.py ladder assets/ladder.jsonl                   the same figure, from the table
@@ -27,7 +27,7 @@ The figures, one function each, from what runs leave behind; and four looks insi
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
 `horizon`, `heads` and `accuracy` measure is left in a .jsonl beside the picture, to draw it again from that.
-What `probe`, `automaton` and `suspects` print is added to out/COMMAND.jsonl, a line a call.
+What `probe`, `automaton` and `belief` print is added to out/COMMAND.jsonl, a line a call.
 P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
@@ -500,6 +500,8 @@ def headline(args):
 def one_model(args, traces, kind=torch.nn.Module):
     """-> cfg, task, model and the one stage --at, of one repl run whose mixers are all of a kind."""
     [stage] = parse_stages(args.at)
+    if len(args.paths) > 1:
+        raise ValueError(f"{args.command}: give one run at a time")
     cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
@@ -515,14 +517,16 @@ def name_of(args):
 def measured(args, measure):
     """What a .jsonl file holds; or what `measure` finds, left in a .jsonl beside the picture."""
     if args.paths and args.paths[0].endswith(".jsonl"):
-        [found] = read_lines(args.paths[0])
+        found, *others = read_lines(args.paths[0])
+        if others:
+            raise ValueError(f"{args.paths[0]}: give a file of one line")
     else:
         found = {"of": name_of(args), **measure(args)}
         Path(args.save).with_suffix(".jsonl").write_text(json.dumps(found) + "\n")
     return found
 
 
-SCALES = [1, 0.9, 0.8, 0.7, 0.6, 0.5]                       # of one head's betas
+SCALES = [1, 0.9, 0.8, 0.7, 0.6, 0.5]                       # factors on one head's betas; 0.5: no reflections
 
 
 @torch.no_grad()
@@ -571,11 +575,12 @@ def heads(args):
             look = {"color": "C0", "linewidth": 3, "zorder": 3, "label": f"head {name}"}
         left.plot(np.linspace(0, 1, 21), head["betas"], **look)
         middle.plot(range(1, len(head["keys"]) + 1), head["keys"], **look)
-        right.plot([1 - 2 * scale for scale in SCALES], head["accuracy"], marker="o", **look)
+        right.plot(SCALES, head["accuracy"], marker="o", **look)
+    right.invert_xaxis()
     finish(left, "share of tokens", "beta, at most", "Betas of each head")
     finish(middle, "principal components", "share of variance", "Keys of each head")
-    return finish(right, "least eigenvalue of one head; the others have -1", "accuracy on held-out traces",
-                  "The betas of one head are scaled down", chance)
+    return finish(right, "factor on the betas of one head", "accuracy on held-out traces",
+                  "Without reflections in one head", chance)
 
 
 def is_command(source):
@@ -656,7 +661,7 @@ def probe(args, traces=128):
 
 @torch.no_grad()
 def would_say(task, model, state, traces):
-    """-> (traces, n) the values that a model would say if all variables were printed now; 0: no digit."""
+    """-> (traces, n) the values that a model would say if all variables were printed now; 0: not 1 to n."""
     said = []
     for name in task.names:
         question = torch.tensor([task.tokenizer.encode(f"{task.prompt}print('{name}', {name})\n{name} ")])
@@ -669,30 +674,35 @@ def would_say(task, model, state, traces):
 def automaton(args, traces=256):
     """The automaton that a model behaves as. Its state after a command: what it would say if all variables
     were printed then. A step is right if Python, from what the model would have said before the command, gets
-    what it would say after it."""
+    what it would say after it; so also steps from a wrong state can be right."""
     cfg, task, model, stage = one_model(args, traces)
     rng = random.Random(0)
     drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
     held = [states_after(task, lines) for lines in drawn]
-    before, states, right, steps = [], set(), [], []
+    before, states, right, steps, astray = [], set(), [], [], []
     for number, _, state in after_commands(task, model, drawn):
         now = would_say(task, model, state, traces).tolist()
         states.update(map(tuple, now))
-        right += [values == [slot + 1 for slot in after[number]] for values, after in zip(now, held)]
-        for lines, old, new in zip(drawn, before, now):
+        for lines, old, new, was_right in zip(drawn, before, now, right[-traces:]):
             memory = dict(zip(task.names, old))
             run([lines[number].source], memory)
             steps.append(new == [memory[name] for name in task.names])
+            if not was_right:
+                astray.append(steps[-1])
+        right += [values == [slot + 1 for slot in after[number]] for values, after in zip(now, held)]
         before = now
     found = {"of": name_of(args), "states": len(states), "arrangements": math.factorial(task.n_vars),
-             "right": float(np.mean(right)), "steps": float(np.mean(steps))}
+             "right": float(np.mean(right)), "steps": float(np.mean(steps)),
+             "steps_from_wrong": float(np.mean(astray)) if astray else None, "wrong": len(astray)}
     print(f"{found['states']} states for {found['arrangements']} arrangements")
     print(f"{found['right']:.2%} of commands end in the right state; {found['steps']:.2%} of steps are right")
+    if astray:
+        print(f"of {found['wrong']:,} steps from a wrong state {found['steps_from_wrong']:.2%} are right")
     return found
 
 
 @torch.no_grad()
-def suspects(args, traces=64):
+def belief(args, traces=64):
     """Why does a model lose its belief in a forced trace (P1 Figures 9, 10)? After 1, 2, 4, ... prints and
     after the last: the mass that a linear filter has left; the KL to the exact predictive; how sure the model
     is, its highest probability; the probability that it gives to values that are possible; and the norm of
@@ -707,7 +717,7 @@ def suspects(args, traces=64):
     for number, place in enumerate(places, 1):              # traces differ in digits only
         hidden, _, state = model(batch.tokens[:, start:place + 1], state)
         start, logits, odds = place + 1, model.head(hidden[:, -1]), batch.chances[:, place]
-        mass *= odds.max().item()
+        mass *= odds.max().item()                           # what is printed has 1/2 or 1, the most likely
         if number & (number - 1) and number < len(places):
             continue
         kl = pfsa.compare(logits, batch.target[:, place], odds)[:, 0].mean()
@@ -778,7 +788,7 @@ def spread_and_separation(model, task, commands, traces):
     separation = apart.norm(dim=-1).mean().item()
 
     def right(factor):
-        """Accuracy if all that spreads did so by this factor more."""
+        """Accuracy if the spread were larger by this factor."""
         said = say(model, (mean[alike] + factor * rest).float().unflatten(1, shape), x)
         return (said == batch.target[batch.asked]).double().mean().item()
 
@@ -817,8 +827,8 @@ def measure_horizon(model, task, cfg, reads=1024, most=4096, traces=128):
 
 
 def falls(accuracy):
-    """{commands: accuracy} -> the commands at which it first falls below 90 %, between two that were measured;
-    None if it does not."""
+    """{commands: accuracy} -> the commands at which it first falls below 90 %, interpolated; None if it does
+    not."""
     points = sorted(accuracy.items())
     for (before, high), (after, low) in zip(points, points[1:]):
         if high >= 0.9 > low:
@@ -915,7 +925,7 @@ def accuracy(args):
 # The command line
 
 COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
-            horizon, heads, probe, automaton, suspects, accuracy]
+            horizon, heads, probe, automaton, belief, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
     "final": "final assets/final.jsonl",

@@ -1730,9 +1730,9 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
 @pytest.mark.parametrize("make, says", [
     (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
     (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: a branch is hidden"),
-    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "the kinds are adversarial, forced"),
+    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "is adversarial, forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "4")), "more lines than 8"),
+    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "4")), "no other lines"),
     (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
@@ -3081,6 +3081,7 @@ def test_an_exact_model_behaves_as_the_symmetric_group(monkeypatch):
     use(monkeypatch, task, models.by_hand(task))
     found = plot.automaton(of(path="a run", at="32x4"), traces=16)
     assert (found["states"], found["arrangements"], found["right"], found["steps"]) == (6, 6, 1, 1)
+    assert found["wrong"] == 0 and found["steps_from_wrong"] is None
 
 
 def test_a_model_that_forgets_a_swap_is_in_wrong_states_and_later_takes_right_steps(monkeypatch):
@@ -3101,7 +3102,7 @@ def test_a_model_that_forgets_a_swap_is_in_wrong_states_and_later_takes_right_st
 
     monkeypatch.setattr(plot, "after_commands", forgetful)
     found = plot.automaton(of(path="a run", at="16x16"), traces=16)
-    assert found["steps"] == 1 and found["right"] < 0.5
+    assert found["steps"] == found["steps_from_wrong"] == 1 and found["right"] < 0.5
 
 
 def test_values_are_read_off_the_recurrent_state_that_holds_them(monkeypatch):
@@ -3169,13 +3170,13 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     assert np.allclose(heads["1.1"]["keys"], energy.cumsum() / energy.sum(), atol=1e-4)
 
 
-def test_suspects_of_a_model_that_knows_nothing(monkeypatch, capsys):
+def test_what_becomes_of_the_belief_of_a_model_that_knows_nothing(monkeypatch, capsys):
     """An untrained head gives each token the same probability."""
     cfg = train.Config(task="pfsa", n_vars=3, states="none", device="cpu")
     task, _ = train.build_task(cfg)
     model = train.build_model(cfg, task, torch.device("cpu"))
     monkeypatch.setattr(plot, "load_model", lambda path, **changes: (cfg, task, None, model))
-    plot.suspects(of(path="a run", at="16x2:forced"), traces=4)
+    plot.belief(of(path="a run", at="16x2:forced"), traces=4)
     rows = capsys.readouterr().out.replace("%", "").splitlines()[1:]
     number, mass, kl, sure, possible, *norms = np.array([row.split() for row in rows], float).T
     V = len(task.tokenizer)
