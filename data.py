@@ -393,7 +393,7 @@ class Repl(Task):
     def check(self, stage):
         kinds = [""] if self.moves == "swap" else ["", *map(str, range(2, self.n_vars + 1))]
         if stage.kind not in kinds:
-            raise ValueError(f"stage {stage}: write LxS; with --moves perm also LxS:M, M in 2 to {self.n_vars}")
+            raise ValueError(f"stage {stage}: write LxS; with --moves perm, LxS:2 to LxS:{self.n_vars}, too")
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""
