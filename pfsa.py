@@ -218,9 +218,10 @@ def schedule(rng, n, B, L, every=2, kind=""):
     """-> queries (B, L) of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. Of L lines,
     L // every are prints, at random places, the same in all B; positions are drawn uniformly.
 
-    kind "adversarial": swap the last two, print the first of them, and again. "forced", for P1 Figure 10: the
-    same, but the last two lines print the one and the other. A number k: at a random place, two positions may
-    swap and one of them is printed, k times in a row; the other lines are random."""
+    kind "adversarial": a maybe-swap of the last two positions, then a print of the first of these, again and
+    again. "forced", for P1 Figure 10: the same, but the last two lines print the first and the second of them.
+    A number k: at a random place, a maybe-swap of two positions and a print of one of them, k times in a row;
+    the other lines are random."""
     if kind.isdigit():
         pair = sorted(rng.choice(n, 2, replace=False))
         run = [swap(n, *pair), n_swaps(n) + rng.choice(pair)] * int(kind)
@@ -283,17 +284,18 @@ class Hidden(Task):
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                                                  # nobody can be 90 % right
     n_slots = 1
-    for_tests = "forced",                                                 # kinds of stages
+    for_tests = ("forced",)                                               # kinds of stages
 
     def __init__(self, automaton, sources, symbols, first, **others):
         """sources: a line of Python for each query of the automaton. symbols: {a line of a trace: symbol}.
-        first: how many assignments a trace starts with. They are read from the uniform belief on."""
+        first: how many assignments a trace starts with; before them all states are equally likely."""
         self.automaton, self.sources, self.symbols, self.first = automaton, sources, symbols, first
         self.n_classes = automaton.m
         self.n_answers = max(map(len, automaton.queries))
+        # possible[s, i, j]: whether in state j the query of symbol s has its i-th answer
         self.possible = np.zeros((len(automaton.Z), self.n_answers, automaton.m))
-        for query in automaton.queries:                                   # the states in which its query
-            self.possible[query, :len(query)] = automaton.Z[query]        # has this answer
+        for query in automaton.queries:
+            self.possible[query, :len(query)] = automaton.Z[query]
         super().__init__(**others)
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: a branch is hidden, nobody can write its state; "
@@ -363,7 +365,7 @@ class MaybeSwaps(Hidden):
     In a run of k, the same two may swap k times, and one of them is printed each time. In a forced trace,
     nothing is ever swapped: P1 Figure 10. Lx2:adversarial is the same with swaps as chance will have it."""
     settings = ("n_vars",)
-    for_tests = "adversarial", "forced"
+    for_tests = ("adversarial", "forced")
 
     def __init__(self, n_vars=3, **others):
         if not 2 <= n_vars <= 5:
