@@ -219,8 +219,8 @@ def schedule(rng, n, B, L, every=2, kind=""):
     L // every are prints, at random places, the same in all B; positions are drawn uniformly.
 
     kind "adversarial": a maybe-swap of the last two positions, then a print of the first of these, again and
-    again. "forced", for P1 Figure 10: the same, but the last two lines print the first and the second of them.
-    A number k: at a random place, a maybe-swap of two positions and a print of one of them, k times in a row;
+    again. "forced", for P1 Figure 10: the same, but the last two lines print the first and then the second. A
+    number k: at a random place, a maybe-swap of two positions and a print of one of them, k times in a row;
     the other lines are random."""
     if kind.isdigit():
         pair = sorted(rng.choice(n, 2, replace=False))
