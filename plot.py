@@ -14,7 +14,7 @@ The figures, one function each, from what runs leave behind; and looks inside a 
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
     python plot.py accuracy                                     rounding in the scan, over 65,536 steps
 
-    python plot.py horizon out/deltanet-repl                    how far it will read, from 64 commands
+    python plot.py horizon out/deltanet-repl by_hand            how far they will read, from 64 commands
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py probe out/deltanet-repl --at 64x8            prints whether states can be read off
     python plot.py automaton out/deltanet-repl --at 64x8        prints how often it does as the group does
