@@ -2356,10 +2356,7 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, f
     assert timeless(result_of(whole)) == timeless(result_of(halves))
     a, b = train.load_checkpoint(whole), train.load_checkpoint(halves)
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-    assert len(a["optimizers"]) == (1 if "adamw" in flags else 2)
-    for one, other in zip(a["optimizers"], b["optimizers"], strict=True):
-        for i, moments in one["state"].items():
-            assert all(torch.equal(x, other["state"][i][key]) for key, x in moments.items())
+    assert a["optimizers"] == b["optimizers"] == []                       # a finished run needs none
 
 
 @pytest.mark.parametrize("model", ALL)
@@ -2608,6 +2605,16 @@ def test_a_played_session_shows_the_truth_and_the_models_own_odds(tmp_path, monk
     assert f"({model.head(hidden[0, -1]).softmax(-1).max():.1%})" in out[5]
 
 
+def test_the_model_in_assets_plays_64_commands_without_an_error(monkeypatch, capsys):
+    path = HERE / "assets/deltanet-repl.pt"
+    assert path.stat().st_size < 400_000
+    task, stage = Repl(states="none"), Stage(64, 8)
+    typed = [line.source for line in task.draw(random.Random(0), stage, "test") if line.source][task.n_vars:]
+    out = played(path, monkeypatch, capsys, typed)
+    shown = [line.partition(" ")[2].split()[:2] for line in out if line.startswith(("model", "python"))]
+    assert len(shown) == 2 * 8 and shown[::2] == shown[1::2]
+
+
 def test_with_states_in_the_text_play_shows_what_the_model_writes_and_goes_on_from_it(tmp_path, monkeypatch, capsys):
     go(tmp_path, "--states", "text")
     out = played(only(tmp_path), monkeypatch, capsys, ["a, b = b, a", "print('a', a)"])
@@ -2694,7 +2701,7 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, capsys):
     go(tmp_path / "runs")
     good = only(tmp_path / "runs") / "ckpt.pt"
     old = train.load_checkpoint(good)
-    torch.save({**old, "config": {"model": "deltanet"}}, tmp_path / "old.pt")
+    torch.save({**old, "config": {**old["config"], "colour": "red"}}, tmp_path / "later.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     cut = good.read_bytes()[:good.stat().st_size // 2]
     for name, content in (("cut.pt", cut), ("empty.pt", b""), ("text.pt", b"hello\n")):
@@ -2703,6 +2710,15 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, capsys):
         assert "cut short" in refused(capsys, "--eval", path)
     good.write_bytes(cut)
     assert "cut short" in refused(capsys, *TINY, "--out", tmp_path / "runs")
+
+
+def test_a_checkpoint_from_before_a_setting_was_added_has_its_default(tmp_path):
+    go(tmp_path / "runs")
+    saved = train.load_checkpoint(only(tmp_path / "runs"))
+    del saved["config"]["carry"]
+    torch.save(saved, tmp_path / "earlier.pt")
+    cfg, _, _, _ = train.load_model(tmp_path / "earlier.pt")
+    assert cfg.carry == Config.carry and cfg.eval_every == saved["config"]["eval_every"]
 
 
 def test_every_setting_has_its_reason(capsys):

@@ -478,7 +478,7 @@ def load_checkpoint(path):
         raise ValueError(f"{path}: no such checkpoint")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        ours = checkpoint["format"] == FORMAT and set(checkpoint["config"]) == set(HELP)
+        ours = checkpoint["format"] == FORMAT and set(checkpoint["config"]) <= set(HELP)
     except Exception:                                     # a broken file fails in as many ways as there are
         ours = False
     if not ours:
@@ -508,7 +508,8 @@ def find(cfg, overwrite):
     if not (folder / "ckpt.pt").exists():
         raise ValueError(f"{folder} exists and holds no run: choose another --out, or --overwrite")
     saved = load_checkpoint(folder)
-    if any(saved["config"][name] != value for name, value in asdict(cfg).items() if name not in UNNAMED):
+    settings = asdict(Config(**saved["config"]))          # one that is newer than the run is at its default
+    if any(settings[name] != value for name, value in asdict(cfg).items() if name not in UNNAMED):
         raise ValueError(f"{folder} holds a run with other settings: choose another --out, or --overwrite")
     return "finished" if (folder / "result.json").exists() else saved
 
@@ -731,6 +732,8 @@ def train(cfg, task, stages, model, folder, saved=None):
             at.note_until()
             if at.step % cfg.eval_every == 0:
                 save()
+        if why == "done":
+            optimizers.clear()                            # so that a finished run's checkpoint is small
         if why != "nan":
             save()
     return at, why
