@@ -21,7 +21,7 @@ Held out means never trained on as a whole: a program whose text has a hash of 0
 program, all others are training programs. (Of a function's trace, the text is that of the lines that ran.) A
 batch is a pure function of (seed, split, stage, t): nothing is stored, and worker processes may make it.
 
-Look at samples:   python data.py repl --n-vars 3 --stage 2x1
+Look at samples:   python data.py
                    python data.py arith --digits 2 --stage 4
 Unroll functions:  python data.py trace --file calls.jsonl --out traces.jsonl --allow-exec
 
@@ -1402,7 +1402,8 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.print_usage = lambda file: None                  # an error is one line
     add = parser.add_argument
-    add("task", choices=[*TASKS, "prompts", "score"], help="a task, to see samples; or a command about files")
+    add("task", choices=[*TASKS, "prompts", "score"], nargs="?", default="repl", metavar="task",
+        help=f"to see samples: {', '.join(TASKS)} [repl]; about files: trace, prompts, score")
     add("--stage", default="8x1", help="of the samples [8x1]")
     add("--samples", type=int, default=1, help="how many [1]")
     add("--seed", type=int, default=0, help="of the random generator [0]")
