@@ -15,9 +15,9 @@ Who chooses the symbol? If the environment chooses among the symbols that the st
 carries information, and the formula is wrong (`python pfsa.py` shows a counterexample). P1 leaves this open.
 Here the environment draws a *query*, independently of the state: a set of symbols whose Z sum to one. The
 symbol is the one that the state allows. `print('b', b)` is a query, and its n possible outputs are the
-symbols; a maybe-swap, a line that swaps two variables with
-probability 1/2, is a query with one symbol. Then |Z_s b|_1 = P(s | query, past), the *predictive*, and
-its mean negative log is the Bayes floor, the least expected loss of any model.
+symbols. A *maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol.
+Then |Z_s b|_1 = P(s | query, past), the *predictive*, and its mean negative log is the Bayes floor, the least
+expected loss of any model.
 
 Symbols: m states, n variables (m = n!), B sequences, L symbols in each, T tokens. P1 is arXiv 2602.14814,
 "Learning State-Tracking from Code Using Linear RNNs", section 5 and appendix B.

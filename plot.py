@@ -497,12 +497,18 @@ def headline(args):
 # ----------------------------------------------------------------------------------------------------------
 # Inside one model
 
-def one_model(args, traces, kind=torch.nn.Module):
-    """-> cfg, task, model and the one stage --at, of one repl run whose mixers are all of a kind."""
-    [stage] = parse_stages(args.at)
-    if len(args.paths) > 1:
+def one_run(args, traces):
+    """-> cfg, task, model of the one run, and the one stage --at."""
+    [stage], [path, *others] = parse_stages(args.at), args.paths
+    if others:
         raise ValueError(f"{args.command}: give one run at a time")
-    cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
+    cfg, task, _, model = load_model(path, device="cpu", eval_at=args.at, eval_samples=traces)
+    return cfg, task, model, stage
+
+
+def one_model(args, traces, kind=torch.nn.Module):
+    """The same, of a repl run whose mixers are all of a kind."""
+    cfg, task, model, stage = one_run(args, traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
         raise ValueError(f"{args.command}: give a run of repl, without states in the text; for heads, "
@@ -707,8 +713,7 @@ def belief(args, traces=64):
     after the last: the mass that a linear filter has left; the KL to the exact predictive; how sure the model
     is, its highest probability; the probability that it gives to values that are possible; and the norm of
     each layer's state."""
-    cfg, task, _, model = load_model(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
-    [stage] = parse_stages(args.at)
+    cfg, task, model, stage = one_run(args, traces)
     if stage.kind != "forced":
         raise ValueError(f"--at {args.at}: write it as 64x2:forced")
     batch = to_device(task.batch(cfg.seed, "test", stage, 0, traces), "cpu")
@@ -772,7 +777,7 @@ def say(model, o, x):
 
 def spread_and_separation(model, task, commands, traces):
     """-> the spread of reads that should be alike, along the directions that separate values; the separation
-    of those that should differ; and the ratio of the two from which on less than 90 % would be right."""
+    of those that should differ; and a function, what would be right if the spread were larger by a factor."""
     batch, variable, value = one_print(task, commands, traces)
     pieces = zip(batch.tokens.split(64), batch.asked.split(64))
     o, x = map(torch.cat, zip(*(read_state(model, *piece) for piece in pieces)))
@@ -788,13 +793,10 @@ def spread_and_separation(model, task, commands, traces):
     separation = apart.norm(dim=-1).mean().item()
 
     def right(factor):
-        """Accuracy if the spread were larger by this factor."""
         said = say(model, (mean[alike] + factor * rest).float().unflatten(1, shape), x)
         return (said == batch.target[batch.asked]).double().mean().item()
 
-    factors = 2.0 ** np.arange(0, 40, 1 / 8)
-    factor = next((factor for factor in factors if right(factor) < 0.9), None)
-    return spread, separation, factor * spread / separation if factor else math.inf
+    return spread, separation, right
 
 
 @torch.no_grad()
@@ -802,8 +804,11 @@ def measure_horizon(model, task, cfg, reads=1024, most=4096, traces=128):
     """From reads up to 64 commands, predict after how many less than 90 % will be right; and measure it. The
     separation is taken to shrink by the same factor at each command, and the spread's square to grow by the
     same amount."""
-    found = [spread_and_separation(model, task, depth, reads) for depth in DEPTHS]
-    spread, separation, ratio = np.array(found).T
+    *spreads, right = zip(*(spread_and_separation(model, task, depth, reads) for depth in DEPTHS))
+    spread, separation = np.array(spreads)
+    factors = 2.0 ** np.arange(0, 40, 1 / 8)
+    factor = next((factor for factor in factors if right[-1](factor) < 0.9), math.inf)
+    ratio = factor * spread[-1] / separation[-1]            # from which on less than 90 % would be right
     shrinks, start = np.polyfit(DEPTHS, np.log(separation), 1)
     grows, first = np.polyfit(DEPTHS, spread ** 2, 1)
     if shrinks > 0:                                         # by chance
@@ -812,7 +817,7 @@ def measure_horizon(model, task, cfg, reads=1024, most=4096, traces=128):
         grows, first = 0, (spread ** 2).mean()
     depths = 2.0 ** np.arange(6, 30, 1 / 16)
     expected = np.sqrt(first + grows * depths) / np.exp(start + shrinks * depths)
-    predicted = next((depth for depth, x in zip(depths, expected) if x > ratio[-1]), None)
+    predicted = next((depth for depth, x in zip(depths, expected) if x > ratio), None)
 
     cfg, accuracy, depth = replace(cfg, eval_samples=traces), {}, 64
     while depth <= most and min(accuracy.values(), default=1) > 0.5:
@@ -822,7 +827,7 @@ def measure_horizon(model, task, cfg, reads=1024, most=4096, traces=128):
     between = [round(last * 2 ** (quarter / 4)) for quarter in (1, 2, 3) if 2 * last in accuracy]
     for depth in between:                                   # look closer where it falls
         accuracy[depth] = evaluate(model, task, Stage(depth, depth), cfg)["accuracy"]
-    return {"commands": DEPTHS, "spread": list(spread), "separation": list(separation), "ratio": ratio[-1],
+    return {"commands": DEPTHS, "spread": list(spread), "separation": list(separation), "ratio": ratio,
             "predicted": predicted, "fell": falls(accuracy), "accuracy": sorted(accuracy.items())}
 
 
