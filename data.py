@@ -1,8 +1,8 @@
 """
 The tasks. A task is a few lines of Python that write lines of Python, and Python itself executes them.
 
-So what a `print` shows, and what memory holds after a line, is never computed by us. One function, `run`,
-executes the lines; one function, `to_batch`, turns what happened into arrays. (Only `group` is no text.)
+So what a `print` shows, and what memory holds after a line, is Python's own word. One function, `run`,
+executes the lines; one method, `to_batch`, makes arrays of them. (Except `group`: its tokens are no text.)
 
   repl       Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
              also "breakpoints" (prints at random lines), "inverse" (who held it at the start? P1 Figure 7)
@@ -13,13 +13,15 @@ executes the lines; one function, `to_batch`, turns what happened into arrays. (
   group      word problems over finite groups (Merrill et al. 2404.08819); tokens are elements, not text
   pfsa, trap REPL traces with hidden branches (P1 section 5): in pfsa.py
 
-Words. A *program* is lines of source. A *trace* is a program, what it prints, and the states after its lines.
-A *stage* LxS is one step of a curriculum: L commands or lines, and a print after every S-th command.
+Words. A *program* is lines of source; a *command* is a line that changes variables. A *trace* is a program
+and what it prints. *Answers* are what prints show, and what stands after == in an assert. The *state* is what
+memory holds after a line; a state of fixed size has *slots*, each one of a few classes. A *stage* LxS is one
+step of a curriculum: L commands or lines, and a print after every S-th command.
 Symbols: B batch, T tokens, L length, S spacing, n variables.
 
-Held out means never trained on as a whole: a program whose text has a hash of 0 modulo 8 is a test
-program, all others are training programs. (Of a function's trace, the text is that of the lines that ran.) A
-batch is a pure function of (seed, split, stage, t): nothing is stored, and worker processes may make it.
+Held out: a program whose text has a hash of 0 modulo 8 is a test program, never trained on; all others are
+training programs. (Of a function's trace, the text is that of the lines that ran.) A batch is a pure function
+of (seed, split, stage, t): nothing is stored, and worker processes may make it.
 
 Look at samples:   python data.py
                    python data.py arith --digits 2 --stage 4
@@ -122,8 +124,8 @@ def run(program, memory, prompt="", see=None):
     """Execute a program's lines one by one in `memory`, a flat namespace. -> list of Lines, prints included.
 
     program: an iterable of source lines; a generator may look at `memory` before it yields the next one.
-    see(memory): what to note of the state after a line. A print asks for its last word, an assert for what
-    stands after its ==."""
+    see(memory): the state to record after a line. An answer is a printed line's last word, or what stands
+    after == in an assert."""
     lines, printed = [], []
     memory["__builtins__"] = {**vars(builtins), "print": lambda *x: printed.append(" ".join(map(str, x)))}
     for source in program:
@@ -170,9 +172,9 @@ class Batch(NamedTuple):
     state_in_text: np.ndarray             # (B, T) bool: ... of a state in the text, or the newline after it
     line_end: np.ndarray                  # (B, T) bool: the last token of a line
     state: np.ndarray | None = None       # (B, T, slots) int64: the state after that line, -1 if undefined
-    state_text: np.ndarray | None = None  # (B, lines, W) int64: the same as text, PAD if a line has none
+    state_tokens: np.ndarray | None = None  # (B, lines, W) int64: its text as tokens, PAD if there is none
     belief: np.ndarray | None = None      # (B, T, m) float32: pfsa, what can be known of the state
-    chances: np.ndarray | None = None     # (B, T, n) float32: pfsa, the exact predictive of n answers
+    predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, the exact chances of n answers
 
 
 def pad(rows, value=PAD):
@@ -198,19 +200,18 @@ def encode_line(tokenizer, text, end, mark):
 # What tasks share
 
 class Task:
-    """A task of your own needs `program`; `slots`, n_slots and n_classes if its state fits a linear head; and
-    a name in TASKS.
+    """A task of your own defines `program`, and has a name in TASKS. For the linear head, it also defines
+    `slots`, n_slots and n_classes.
 
     states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
-    head. "transformer" or "contrastive": as text, by such a head. "text": in comments in the trace. "auto":
-    linear if there are slots, else transformer. Other settings are keywords, listed in `settings` under
-    train.py's names.
-    Raises ValueError for bad ones."""
+    head. "transformer" or "contrastive": as text, by that state head. "text": in comments in the trace.
+    "auto": linear if there are slots, else transformer. Other keywords have train.py's names; `settings`
+    lists them. Raises ValueError for bad ones."""
     prompt = ""
     curriculum = "8x1"
     whole = False                 # True: a trace has one answer, of several tokens, right if all of them are;
                                   # else answers are single tokens, equally many in each trace of a stage
-    stage_samples = 0             # not 0: pass each stage after so many traces, whatever the accuracy
+    stage_samples = 0             # not 0: pass each stage after this many traces
     settings = ()
     n_slots = n_classes = 0
 
@@ -239,7 +240,7 @@ class Task:
             raise ValueError(f"stage {stage}: write {L}:M for programs of M to {L} lines")
 
     def beyond(self, last):
-        """The stages to evaluate after training up to `last`."""
+        """The stages to evaluate after training: `last`, then harder ones."""
         return [Stage(last.length, last.spacing), Stage(2 * last.length, last.spacing)]
 
     def chance(self, stage, programs=1000):
@@ -286,7 +287,7 @@ class Task:
         tokens, marks, ends = [], [], []
         for line in lines:
             text, end, mark = self.comment(line), line.answer, ASKED
-            if text != line.text:
+            if text != line.text:                                       # the state is in its text
                 end, mark = f"{line.state}\n", STATE
             elif line.answer and self.whole:
                 end = f"{line.answer}\n"
@@ -313,10 +314,10 @@ class Task:
         if self.states == "linear":
             return batch._replace(state=state)
         if self.states in ("transformer", "contrastive"):
-            return batch._replace(state_text=self.state_texts(traces))
+            return batch._replace(state_tokens=self.state_tokens(traces))
         return batch
 
-    def state_texts(self, traces):
+    def state_tokens(self, traces):
         """-> (B, lines, W) int64: the state's text, and a newline, after each line of each trace."""
         most = max(map(len, traces))
         rows = []
@@ -339,8 +340,8 @@ def is_test(program):
 class Repl(Task):
     """REPL traces: n assignments, then L commands, and after every S-th a print of one random variable.
 
-    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, M random ones
-    among themselves), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4
+    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, only M random
+    ones move), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4
     64x8; ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so
     that values are digits."""
     prompt = ">>> "
@@ -354,7 +355,7 @@ class Repl(Task):
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
-        if n_vars > 2:                                    # two have too few programs for short stages
+        if n_vars > 2:                                    # two have too few programs in short stages
             self.curriculum = " ".join([*easier, self.curriculum])
         else:
             self.curriculum = "8x1 16x2 32x4 64x8"
@@ -496,9 +497,9 @@ class ListPerm(Task):
 class Arith(Task):
     """Sums and differences, sampled backwards from the answer (P2 appendix C).
 
-    Each line assigns to a variable that a later line needs. Each operand is, equally likely, a number, a
-    variable that is needed already, or a new one. Ours: a line that would leave no variable to begin with is
-    drawn again. The first line gives numbers to all that is still needed."""
+    Each line assigns to a variable that a later line reads. Each operand is, equally likely, a number, a
+    variable that is needed already, or a new one. Unlike in P2, a line before which no variable would be
+    needed is drawn again. The first line gives numbers to all variables that are still needed."""
     curriculum = "4"
     whole = True
     settings = ("digits",)
@@ -512,7 +513,7 @@ class Arith(Task):
     def program(self, rng, stage, memory):
         length = length_of(rng, stage)
         needed = ["a"]                                     # variables that a later line reads
-        new_names = sorted(LETTERS[1:], reverse=True)      # taken from the end: b first
+        new_names = sorted(LETTERS[1:], reverse=True)      # y takes the last, x the one before
         lines = []                                         # the last one first
         while len(lines) < length:
             target = rng.choice(needed)
@@ -588,8 +589,8 @@ class Group(Task):
     `spell` of them: part p of element i is the token 257 + p n + i, where the group has n elements. The
     product is asked after the last part; if it is element i, the answer is the token 257 + i. By default
     there is no state head, as the answers are the states. In a stage L:M, words have only elements that move
-    at most M points: the alphabet grows. A sample is 32 // L words of length L, at least one: so the batches
-    of all stages up to 32 are about equally large."""
+    at most M points: the alphabet grows. One trace of a batch is 32 // L words of length L, at least one: so
+    the batches of all stages up to 32 are about equally large."""
     curriculum = "8 16 32"
     settings = ("group", "spell")
     n_slots = 1
@@ -622,7 +623,7 @@ class Group(Task):
         return list(accumulate(word, lambda x, y: self.mul[x][y]))
 
     def draw(self, rng, stage, split):
-        """For people to look at: an element a line, with the product so far as its state."""
+        """For people to look at: one element per line, with the product so far as its state."""
         word = self.word(rng, stage, split)
         return [Line("", f"{self.elements[x]}\n", "", f"product {self.elements[y]}")
                 for x, y in zip(word, self.products(word))]
@@ -735,7 +736,7 @@ class Tracer(ast.NodeTransformer):
         return tree
 
     def before(self):
-        """A statement: nothing has changed since the last line."""
+        """-> a statement that rejects the call if something has changed since the last line."""
         return ast.Expr(self.hook("same", ""))
 
     def simple(self, node):
@@ -788,7 +789,7 @@ class Tracer(ast.NodeTransformer):
         if self.why:
             raise Rejected(self.why)
         self.left[what] -= n
-        for what, left in self.left.items():                  # all: an `except:` may have caught another
+        for what, left in self.left.items():                  # all: it may have caught the last Rejected
             if left < 0:
                 raise Rejected(f"more than {self.limits[what]} {what}")
 
@@ -819,7 +820,7 @@ class Tracer(ast.NodeTransformer):
 
     def same(self, _, __, names):
         if self.literals(names) != (self.states[-1] if self.states else {}):
-            self.reject("a line that did not end, or no line, changed something")
+            self.reject("a variable changed outside a line that ended")
 
     def back(self, value, text, names):
         self.last, self.end = text, self.literals(names)
@@ -839,7 +840,7 @@ class Tracer(ast.NodeTransformer):
 def unroll(call):
     """Run a call and write it down (P2 section 2). Executes code: see `Child`.
 
-    call: {"id", "code", "input"}, perhaps "output", and "name", of the function: else f, else the last one.
+    call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function).
     -> a row {"id", "source", "call", "output", "trace", "states", "steps"}.
     Raises Rejected, or what the function raises."""
     source = call["code"].replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
@@ -887,7 +888,7 @@ def replay(around, lines, states, last, shared, end):
     memory = {"__name__": "trace", "__annotations__": {}, "__warningregistry__": {}}
     memory["print"] = print                                               # the real one: `run`'s adds lines
     run(around, memory)
-    others = shared.union(memory)                                         # not variables of the function
+    others = shared.union(memory)                                         # not the function's variables
     for line, state in zip([*lines, last], [*states, end]):
         run([line], memory)
         names = {name: x for name, x in memory.items() if name in state or name not in others}
@@ -906,7 +907,7 @@ def split_trace(row):
 
 # ----------------------------------------------------------------------------------------------------------
 # Code from files runs in a process of its own, with limits, in a folder that is removed (files elsewhere are
-# not). That contains accidents, not attacks.
+# not). This limits accidents. It is no protection against attacks.
 
 def evaluate(around, answer, lines, result):
     """Run a program, `__answer__ = answer`, and lines -> {"literal": of the result}."""
@@ -1073,7 +1074,7 @@ def write_traces(path, out, overwrite=False, seconds=3):
                     why[reason.split(":")[0]] += 1
         except KeyboardInterrupt:
             code = 130
-    print(f"{why['kept']} traces in {out}; calls without, and why, in {rejected}")
+    print(f"{why['kept']} traces in {out}; rejected calls, and why, in {rejected}")
     for reason, n in why.most_common():
         print(f"{n:6d}  {reason}")
     return code
@@ -1147,8 +1148,8 @@ def judge(child, row, kind, completion):
     """Whether a completion is right: an output that equals the row's, or an input that has this output.
 
     A completion is the answer, or its whole line. An output is a literal, and equal as Python says: 1 == 1.0.
-    An input is any expression: the child executes it, and tells the literal of its output. An object that
-    equals everything has none."""
+    An input is any expression: the child executes it, and returns its output as a literal. So an object with
+    an == of its own is never right."""
     before, _, after = question(row, kind)
     text = completion.split("[/ANSWER]")[0].strip()
     try:
@@ -1173,12 +1174,12 @@ def output_of(child, row, kind, text):
         around, lines, result = [row["source"]], [], "__answer__"
         text = f"{name}({text}\n)"
     tree = ast.parse(text, mode="eval").body
-    if kind == "input/program" and tree.func.id != name:                  # as for 1) == f(1
+    if kind == "input/program" and tree.func.id != name:                  # text may end the call: 1) == f(1
         raise ValueError
     for node in ast.walk(tree):
         word = getattr(node, "attr", getattr(node, "id", ""))
         if word.startswith("__") or word in ("type", "eval", "exec", "getattr", "setattr", "compile"):
-            raise ValueError                                              # may make what equals everything
+            raise ValueError                                              # could make such an object
     return child.ask("evaluate", around=around, answer=text, lines=lines, result=result)["literal"]
 
 
@@ -1408,16 +1409,16 @@ def main(argv=None):
     add("--samples", type=int, default=1, help="how many [1]")
     add("--seed", type=int, default=0, help="of the random generator [0]")
     add("--n-vars", type=int, help="repl, listperm: how many variables")
-    add("--moves", choices=["swap", "perm"], help="repl")
+    add("--moves", choices=["swap", "perm"], help="repl: what a command is")
     add("--digits", type=int, help="arith: of each number")
-    add("--group", choices=GROUPS, help="group")
+    add("--group", choices=GROUPS, help="group: which one")
     add("--spell", type=int, help="group: tokens of an element")
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
     add("--code", help="trace: kinds of functions made at random, as ints+branches; see KINDS [all]")
-    add("--file", help="of JSON lines, to read: calls for `trace`, traces for `prompts` and `score`")
-    add("--functions", type=int, help="trace: make so many functions at random instead of reading a file")
-    add("--completions", help="score: of JSON lines, what a model said: id, completion")
-    add("--out", help="of JSON lines, to write")
+    add("--file", help="JSON lines to read: calls for `trace`, traces for `prompts` and `score`")
+    add("--functions", type=int, help="trace: make this many functions at random instead of reading a file")
+    add("--completions", help="score: JSON lines, what a model said: id, completion")
+    add("--out", help="JSON lines to write")
     add("--overwrite", action="store_true", help="write --out even if there is one")
     add("--allow-exec", action="store_true",
         help="execute the code in --file, in child processes with limits: no sandbox")

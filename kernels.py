@@ -1,5 +1,5 @@
 """
-The scans: how a linear RNN moves its state. First a loop that cannot be misread, then chunks of many steps,
+The scans: how a linear RNN moves its state. First a plain loop as the reference, then chunks of many steps,
 then the same chunks as GPU kernels.
 
 The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and no, one or K log-gates g_t <= 0:
@@ -111,8 +111,8 @@ def delta_rule_loop(q, k, v, beta, g, S):
 # and dg is the cumulative sum of dc from the end. No result depends on mid, so it counts as a constant. Where
 # gates forget nearly all, dg is a small difference of large numbers: near the clamp 5e-4 of it is rounding.
 #
-# (I + A)^-1 is a triangular solve. Its popular rival (I - A)(I + A^2)(I + A^4)... is equal on paper, but at
-# beta = 2 with nearly equal keys the powers of A are huge before they cancel: C = 16 is too much for fp32.
+# (I + A)^-1 is a triangular solve. The product (I - A)(I + A^2)(I + A^4)... is equal in exact arithmetic, but
+# at beta = 2 with nearly equal keys the powers of A are huge before they cancel: too large for fp32.
 
 def to_chunks(x, C, fill=0):
     """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. The padding leaves the state alone."""
@@ -240,8 +240,8 @@ class DeltaRuleChunks(torch.autograd.Function):
 # forward_kernel: a program takes one head and BV columns of its state, which it keeps in registers while it
 # walks through the chunks. For the backward it saves M, X, D and the S that each chunk starts from.
 # backward_state_kernel walks back in the same way with dS', and saves dY and each chunk's dS'. With these,
-# each chunk can do the rest by itself: backward_inputs_kernel, a program a chunk. X, D, S, dY and dS' are
-# saved in the inputs' dtype. From bf16 they make gradients that are right to 3 % (at K = 1, to 13 %).
+# each chunk can do the rest by itself: backward_inputs_kernel, a program per chunk. X, D, S, dY and dS' are
+# saved in the inputs' dtype. In bf16, gradients then have errors up to 3 % (at K = 1, up to 13 %).
 #
 # Capitals are tiles, the same small letters pointers to where they lie. K is n_k wide and padded to BK. St is
 # S transposed, BV x BK: so the left factor of each product has C = BV = 16 rows, and Triton does not take
@@ -345,7 +345,7 @@ def forward_kernel(q, k, v, beta, g, start, o, end, m, starts, x, d, T, H, n_k, 
         if starts is not None:                                           # there will be a backward
             chunk = bh * tl.cdiv(T, C) + n
             store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
-            first = j < C - v_block * C                                  # M is the same for all blocks
+            first = j < C - v_block * C                                  # block 0 stores M, the same for all
             store_rows(m, chunk * C + j, first, j, C, M)
             store_rows(x, row, exists, vs, n_v, X)
             store_rows(d, row, exists, vs, n_v, D)
@@ -423,7 +423,7 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
         store_rows(dg, row, exists, ks, n_k, tl.cumsum(dc, 0, reverse=True))
 
 
-CHUNK, WIDEST = 16, 128                                  # of 32 steps, registers overflow; also BV
+CHUNK, WIDEST = 16, 128                                  # chunk length, also BV; largest K or V
 WARPS = {16: 1, 32: 2, 64: 4, 128: 8}                    # by K, rounded up
 
 
@@ -553,12 +553,12 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H), in fp64, fp32, bf16 or fp16, any strides, not empty.
     g: None, or log-gates <= 0, clamped at -7 (no gradient below that): one per channel of the keys
     (B, T, H, K), or one for all channels (B, T, H) or (B, T, H, 1). state: None for zeros, or (B, H, K, V).
-    backend: "auto" (triton on a GPU, else torch), or one of BACKENDS. chunk: steps a chunk for torch, or None
-    for a good number; with gates it is at most 16.
+    backend: "auto" (triton on a GPU, else torch), or one of BACKENDS. chunk: steps per chunk for torch, or
+    None for a good number; with gates it is at most 16.
 
     Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v
-    is), also under autocast (of the loop, the forward only). Differentiable once, in every tensor. Keys may
-    be zero, or have any length from 1e-12 (1e-6 with gates at the clamp) to 1e12. beta is not checked:
+    is), also under autocast (with the loop, in the forward only). Differentiable once, in every tensor. Keys
+    may be zero, or have any length from 1e-12 (1e-6 with gates at the clamp) to 1e12. beta is not checked:
     outside [0, 2] an eigenvalue leaves [-1, 1], and the state explodes. Raises ValueError for shapes that do
     not fit and for a backend that cannot be had, saying why. On a GPU, "auto" tries the kernels out once, and
     warns if it does not use them: call it before capturing a CUDA graph."""

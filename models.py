@@ -397,17 +397,17 @@ class LM(nn.Module):
 
     def forward(self, tokens, state=None):
         """tokens (B, T) int64, state: None, or what was returned for the tokens before -> hidden (B, T, D);
-        told (B, T, D), what the state head reads: the norm of block state_layer's output (0: the last's);
-        state: a list, one entry per block."""
+        h (B, T, D), what the state head reads: the norm of block state_layer's output (0: the last's); state:
+        a list, one entry per block."""
         x, new = self.embed(tokens), []
         for i, block in enumerate(self.blocks):
             x, block_state = block(x, state[i] if state else None)
             new.append(block_state)
             if i + 1 == self.state_layer:
-                told = x
+                h = x
         hidden = self.norm(x)
-        told = hidden if self.state_layer == len(self.blocks) else self.norm(told)
-        return hidden, told, new
+        h = hidden if self.state_layer == len(self.blocks) else self.norm(h)
+        return hidden, h, new
 
 
 def init_weights(model):
@@ -445,7 +445,7 @@ def init_weights(model):
 
 # ----------------------------------------------------------------------------------------------------------
 # State heads (P2 section 4): supervise the hidden vector at a line's end with the program's state there.
-# All have loss(lm, told, batch) -> nats: told (B, T, D) from LM.forward, batch a data.Batch of tensors.
+# All have loss(lm, h, batch) -> nats: h (B, T, D) from LM.forward, batch a data.Batch of tensors.
 
 class LinearHead(nn.Linear):
     """n_slots softmaxes over n_classes; where the state is hidden, the labels are exact beliefs."""
@@ -455,13 +455,13 @@ class LinearHead(nn.Linear):
         self.n_slots = n_slots
         nn.init.zeros_(self.weight)
 
-    def forward(self, told):
+    def forward(self, h):
         """(..., D) -> logits (..., n_slots, n_classes)"""
-        return super().forward(told).unflatten(-1, (self.n_slots, -1))
+        return super().forward(h).unflatten(-1, (self.n_slots, -1))
 
-    def loss(self, lm, told, batch):
+    def loss(self, lm, h, batch):
         """The mean over slots that are defined."""
-        logits = self(told[batch.line_end]).float()                     # (N, n_slots, n_classes)
+        logits = self(h[batch.line_end]).float()                        # (N, n_slots, n_classes)
         if batch.belief is None:
             label = batch.state[batch.line_end]                         # (N, n_slots)
             return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-1)
@@ -470,11 +470,11 @@ class LinearHead(nn.Linear):
         return F.cross_entropy(logits[known, 0], belief[known])
 
 
-def state_texts(batch):
-    """-> trace (N,), place (N,): where the N lines end that are followed by a state; its text (N, W)."""
-    trace, line = (batch.state_text[..., 0] != PAD).nonzero(as_tuple=True)
+def stated_lines(batch):
+    """-> of the N lines with a state: trace (N,), place of the line's end (N,), the state's tokens (N, W)."""
+    trace, line = (batch.state_tokens[..., 0] != PAD).nonzero(as_tuple=True)
     ends = batch.line_end.int().argsort(dim=1, descending=True, stable=True)   # (B, T), line ends first
-    return trace, ends[trace, line], batch.state_text[trace, line]
+    return trace, ends[trace, line], batch.state_tokens[trace, line]
 
 
 class TransformerHead(nn.Module):
@@ -489,10 +489,10 @@ class TransformerHead(nn.Module):
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         init_weights(self)
 
-    def loss(self, lm, told, batch):
+    def loss(self, lm, h, batch):
         """The mean over tokens of the states' texts."""
-        trace, place, text = state_texts(batch)
-        line = told[trace, place]                                       # (N, D)
+        trace, place, text = stated_lines(batch)
+        line = h[trace, place]                                          # (N, D)
         x = torch.cat([line[:, None], self.embed(text[:, :-1])], 1)
         for block in self.blocks:
             x, _ = block(x)
@@ -503,26 +503,26 @@ class TransformerHead(nn.Module):
 class ContrastiveHead(nn.Module):
     """InfoNCE between the hidden state at a line's end and the LM's hidden state after reading the state text
     (as CLIP, 2103.00020; P2 appendix D). Candidates are the lines and the states of the same trace. P2 leaves
-    open what to do with lines that have the same state, as half of parity's: here they share one candidate.
-    No parameters."""
+    open what to do with lines of equal states, as half of parity's are: here they share one candidate. No
+    parameters."""
     temperature = 0.07
 
-    def loss(self, lm, told, batch):
+    def loss(self, lm, h, batch):
         """The mean of both directions, line to state and state to line."""
-        trace, place, text = state_texts(batch)
+        trace, place, text = stated_lines(batch)
         text, number = text.unique(dim=0, return_inverse=True)          # (U, W), (N,)
         _, read, _ = lm(text)
         ends = (text != PAD) & (F.pad(text, (0, 1))[:, 1:] == PAD)      # (U, W), a text's last token
         states = F.normalize(read[ends], dim=-1)                        # (U, D)
-        lines = F.normalize(told[trace, place], dim=-1)                 # (N, D)
+        lines = F.normalize(h[trace, place], dim=-1)                    # (N, D)
         logits = (lines @ states.T).float() / self.temperature          # (N, U)
 
         same = trace[:, None] == trace                                  # (N, N), lines of one trace
         occurs = same.float() @ F.one_hot(number).float() > 0           # (N, U), the states of a line's trace
-        to_state = F.cross_entropy(logits.where(occurs, -math.inf), number)
-        logits = logits.T[number].where(same, -math.inf)                # (N, N), each line's state to lines
-        to_line = (logits.logsumexp(1) - logits.diagonal()).mean()
-        return (to_state + to_line) / 2
+        line_to_state = F.cross_entropy(logits.where(occurs, -math.inf), number)
+        backward = logits.T[number].where(same, -math.inf)              # (N, N), each line's state to lines
+        state_to_line = (backward.logsumexp(1) - backward.diagonal()).mean()
+        return (line_to_state + state_to_line) / 2
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -533,17 +533,17 @@ def by_hand(task, places=2):
     data.Repl with moves="swap", else ValueError. It predicts the printed values, no other token.
 
     Rows of the state are variables, columns are digits. A key is this token minus the tokens two and three
-    before it. At the c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are swapped. At
-    the digit of "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other tokens beta or
-    the key is zero, so nothing is written: equal names cancel ("c = c", "c', c"), and a line's end two or
-    three tokens before, or " = " three before, makes the key so negative that SiLU returns 0.
+    before it. At the first c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are
+    swapped. At the digit of "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other
+    tokens beta or the key is zero, so nothing is written: equal names cancel ("c = c", "c', c"), and a line's
+    end two or three tokens before, or " = " three before, makes the key so negative that SiLU returns 0.
 
     Each variable has two equal rows, so that a swap's unit key has the entries +-1/2, which fp32 holds
     exactly, unlike 1/sqrt(2). With one row (places=1) each swap rounds, and the errors add up."""
     if getattr(task, "moves", None) != "swap":
         raise ValueError("by_hand needs a data.Repl with moves='swap'")
     n, D = task.n_vars, 64
-    near, far = 2.0 ** -30, 2.0 ** 10                                   # SiLU(x) is x / 2 for such a small x
+    near, far = 2.0 ** -30, 2.0 ** 10                                   # near: there SiLU(x) is x / 2
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=4, beta_max=2.0,
                           states="none", state_layer=0)
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
@@ -564,8 +564,8 @@ def by_hand(task, places=2):
     embed[names] = one_hot[before] + one_hot[key] + one_hot[name]
     embed[digits] = one_hot[digit]
 
-    conv[3, before] = -1                                                # not the token itself,
-    conv[2, before] = 1                                                 # but the one before it
+    conv[3, before] = -1                                                # minus the token itself,
+    conv[2, before] = 1                                                 # plus the one before it
     for entries in (key, end):
         conv[:2, entries] = -1                                          # itself minus three ago and two ago
     q, k, v = mixer.qkv.weight.split(D)                                 # (D, D) each: output, input

@@ -5,18 +5,18 @@ Real code branches on values that a trace does not show. A reader is left with a
 every state. It moves with each line and sharpens with each print. P1 (section 5) models this as a PFSA-SR, a
 probabilistic finite-state automaton with state reveals, and argues that linear RNNs must struggle with it: a
 belief is renormalised at each reveal, and a linear recurrence cannot divide. This file has the automata, the
-exact Bayes filter, the filters that a linear RNN could hold instead, and the task `--task pfsa`.
+exact Bayes filter, the filters that a linear RNN could hold instead, and the tasks pfsa and trap.
 
     b <- T_s Z_s b / |Z_s b|_1         Z_s b: condition on what symbol s reveals;   T_s: then move
 
 T_s (m, m) is column-stochastic, T_s[i, j] = P(next is i | now j, s). Z_s (m,) is 0/1: where s can occur.
 
-Who chooses the symbol? If the environment chooses among the symbols that the state allows, then its choice
+Who chooses the symbol? If the environment picks among the symbols that the state allows, then its choice
 carries information, and the formula is wrong (`python pfsa.py` shows a counterexample). P1 leaves this open.
-Here the environment draws a *query*, independently of the state: a set of symbols whose Z sum to one. The
-symbol is the one that the state allows. `print('b', b)` is a query, and its n possible outputs are the
-symbols. A *maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol.
-Then |Z_s b|_1 = P(s | query, past), the *predictive*, and its mean negative log is the Bayes floor, the least
+Here the environment draws a *query*, independently of the state: a set of symbols, of which each state allows
+exactly one. That one is the symbol. `print('b', b)` is a query, and its n possible outputs are the symbols. A
+*maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol. Then
+|Z_s b|_1 = P(s | query, past), the *predictive*, and its mean negative log is the Bayes floor, the least
 expected loss of any model.
 
 Symbols: m states, n variables (m = n!), B sequences, L symbols in each, T tokens. P1 is arXiv 2602.14814,
@@ -216,17 +216,17 @@ def marginals(beliefs, n):
 
 def schedule(rng, n, B, L, every=2, kind=""):
     """-> queries (B, L) of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. Of L lines,
-    L // every are prints, at random places, the same in all B; positions are drawn uniformly.
+    L // every are prints. Which lines is random, but the same in all B; which positions, uniform in each.
 
     kind "adversarial": a maybe-swap of the last two positions, then a print of the first of these, again and
     again. "forced", for P1 Figure 10: the same, but the last two lines print the first and then the second. A
-    number k: at a random place, a maybe-swap of two positions and a print of one of them, k times in a row;
-    the other lines are random."""
+    number k: a block, a maybe-swap of two positions and a print of one of them, k times in a row, starts at a
+    random line; the other lines are random."""
     if kind.isdigit():
         pair = sorted(rng.choice(n, 2, replace=False))
-        run = [swap(n, *pair), n_swaps(n) + rng.choice(pair)] * int(kind)
-        others = schedule(rng, n, B, L - len(run), every)
-        return np.insert(others, [rng.integers(L - len(run) + 1)] * len(run), run, axis=1)
+        block = [swap(n, *pair), n_swaps(n) + rng.choice(pair)] * int(kind)
+        others = schedule(rng, n, B, L - len(block), every)
+        return np.insert(others, [rng.integers(L - len(block) + 1)] * len(block), block, axis=1)
     if kind == "":
         swapped, printed = rng.integers(n_swaps(n), size=(B, L)), rng.integers(n, size=(B, L))
         is_print = rng.permutation(L) < L // every
@@ -277,12 +277,12 @@ class Hidden(Task):
     """REPL traces with hidden branches: assignments, then L lines, of which L // S are prints. The state is
     one slot; a Batch has the exact beliefs and predictives.
 
-    In LxS:k, 2k of the lines are a run: k times a line with a branch, then a print; see the tasks. Lx2:forced
-    is such a run only, and its branches are not random: there only the KL to the predictive has a meaning,
-    not the loss. Stages `for_tests` have few programs, all of them test programs."""
+    In LxS:k, there is one block of lines that alternates a branch and a print, k times. Lx2:forced is such a
+    block only, and its branches are not random: there only the KL to the predictive has a meaning, not the
+    loss. Stages `for_tests` have few programs, all of them test programs."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
-    stage_samples = 3000                                                  # nobody can be 90 % right
+    stage_samples = 3000                                                  # no model can reach 90 %
     n_slots = 1
     for_tests = ("forced",)                                               # kinds of stages
 
@@ -298,12 +298,12 @@ class Hidden(Task):
             self.possible[query, :len(query)] = automaton.Z[query]
         super().__init__(**others)
         if self.states not in ("none", "linear"):
-            raise ValueError(f"--states {self.states}: a branch is hidden, nobody can write its state; "
+            raise ValueError(f"--states {self.states}: the state is hidden, so it cannot be written as text; "
                              "give linear (the exact belief) or none")
 
     def program(self, rng, stage, memory):
         yield "from random import random"
-        memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0    # not the imported one
+        memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0    # instead of Python's
         yield from self.lines(rng, stage)
 
     def draw(self, rng, stage, split):
@@ -318,8 +318,8 @@ class Hidden(Task):
 
     def to_batch(self, traces):
         """Traces of one stage -> Task's Batch, with belief (B, T, m) at the ends of lines, from the last
-        of the first assignments on, and chances (B, T, n) of the answers 1 to n where one is asked; zeros
-        elsewhere."""
+        of the first assignments on, and predictive (B, T, n) of the answers 1 to n where one is asked;
+        zeros elsewhere."""
         batch, m = super().to_batch(traces), self.automaton.m
         B, T = batch.tokens.shape
         read = [[self.symbols.get(line.text, -1) for line in lines] for lines in traces]
@@ -334,9 +334,9 @@ class Hidden(Task):
         belief[batch.line_end] = (after * (steps >= self.first)).reshape(-1, m)
 
         before = np.take_along_axis(beliefs, steps - 1, 1)[asked]         # (answers, m)
-        chances = np.zeros((B, T, self.n_answers), np.float32)
-        chances[batch.asked] = (self.possible[read[asked]] @ before[..., None])[..., 0]
-        return batch._replace(belief=belief, chances=chances)
+        predictive = np.zeros((B, T, self.n_answers), np.float32)
+        predictive[batch.asked] = (self.possible[read[asked]] @ before[..., None])[..., 0]
+        return batch._replace(belief=belief, predictive=predictive)
 
     def check(self, stage):
         kinds = ", ".join(self.for_tests)
@@ -344,9 +344,9 @@ class Hidden(Task):
             raise ValueError(f"stage {stage}: every second line is a print there, so write "
                              f"{stage.length}x2:{stage.kind}")
         if stage.kind.isdigit() and 2 * int(stage.kind) >= stage.length:
-            raise ValueError(f"stage {stage}: such a run leaves no other lines; make it longer")
+            raise ValueError(f"stage {stage}: such a block leaves no other lines; make it longer")
         if not (stage.kind in ("", *self.for_tests) or stage.kind.isdigit()):
-            raise ValueError(f"stage {stage}: what follows the colon is {kinds} or the length of a run")
+            raise ValueError(f"stage {stage}: what follows the colon is {kinds} or the branches in a block")
 
     def beyond(self, last):
         """The last stage, 4 and 16 times as long; then forced at these lengths."""
@@ -354,16 +354,13 @@ class Hidden(Task):
         forced = [Stage(L, 2, "forced") for L in lengths if L > 1]
         return [Stage(L, last.spacing) for L in lengths] + forced
 
-    def chance(self, stage):
-        return 1 / self.n_answers
-
 
 class MaybeSwaps(Hidden):
     """n variables hold 1 to n; a line swaps two of them or not, or prints one. n_vars is 2 to 5, as a belief
     has n! entries. The state is the number of the arrangement.
 
-    In a run of k, the same two may swap k times, and one of them is printed each time. In a forced trace,
-    nothing is ever swapped: P1 Figure 10. Lx2:adversarial is the same with swaps as chance will have it."""
+    In a block of k, the same two may swap k times, and one of them is printed each time. In a forced trace,
+    nothing is ever swapped: P1 Figure 10. Lx2:adversarial is the same with random swaps."""
     settings = ("n_vars",)
     for_tests = ("adversarial", "forced")
 
@@ -378,7 +375,7 @@ class MaybeSwaps(Hidden):
         prints = [f"print('{x}', {x})" for x in self.names]
         symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}
         for i, name in enumerate(self.names):
-            for j in range(n_vars):                                       # assigned tells what printed does
+            for j in range(n_vars):                                       # to assign tells what a print would
                 printed, assigned = f"{name} {j + 1}\n", f">>> {name} = {j + 1}\n"
                 symbols[printed] = symbols[assigned] = holds(n_vars, i, j)
         super().__init__(maybe_swaps(n_vars), swaps + prints, symbols, first=n_vars, **others)
@@ -390,6 +387,9 @@ class MaybeSwaps(Hidden):
         first = [f"{name} = {value}" for name, value in zip(self.names, values)]
         return first + [self.sources[query] for query in queries]
 
+    def chance(self, stage):
+        return 1 / self.n_vars
+
     def slots(self, memory):
         values = tuple(map(memory.get, self.names))
         return [self.number.get(values, -1)]
@@ -400,7 +400,7 @@ class Trap(Hidden):
     3. A step makes it 1 with probability 1/2; then it stays 1 until it is set again. `print('m', min(a, 2))`
     shows whether it is 1, and no more.
 
-    In a run of k, `a` is set, then come k steps, with a print of m after each. In a forced trace `a` never
+    In a block of k, `a` is set, then come k steps, with a print of m after each. In a forced trace `a` never
     becomes 1; in the end it is printed."""
 
     def __init__(self, **others):
@@ -414,22 +414,24 @@ class Trap(Hidden):
         L, start = stage.length, rng.choice([set_2, set_3])
         if stage.kind == "forced":
             return [start] + ([step, print_m] * L)[:L - 2] + [print_m, print_a]
-        run = [rng.choice([set_2, set_3])] + [step, print_m] * int(stage.kind) if stage.kind else []
-        others = rng.choices([step, set_2, set_3], [6, 1, 1], k=L - len(run))
+        block = []
+        if stage.kind:
+            block = [rng.choice([set_2, set_3])] + [step, print_m] * int(stage.kind)
+        others = rng.choices([step, set_2, set_3], [6, 1, 1], k=L - len(block))
         for place in rng.sample(range(len(others)), len(others) // stage.spacing):
             others[place] = rng.choice([print_m, print_a])
         place = rng.randint(0, len(others))
-        return [start] + others[:place] + run + others[place:]
+        return [start] + others[:place] + block + others[place:]
 
     def slots(self, memory):
         return [memory.get("a", 0) - 1]
 
 
-def compare(logits, target, chances):
-    """A model against the exact predictive, in nats. Logits (N, vocabulary), sampled answers (N,), chances
+def compare(logits, target, predictive):
+    """A model against the exact predictive, in nats. Logits (N, vocabulary), sampled answers (N,), predictive
     (N, n) of the digits 1 to n -> (N, 3) float64: KL(exact || model) over the whole vocabulary, the model's
     loss at the answer, and the loss of the exact predictive, whose mean is the Bayes floor."""
-    log_q, p = logits.double().log_softmax(-1), chances.double()
+    log_q, p = logits.double().log_softmax(-1), predictive.double()
     n = p.shape[-1]
     digit = ord("1") + torch.arange(n, device=p.device)
     kl = (torch.special.xlogy(p, p) - p * log_q[:, digit]).sum(-1)
@@ -446,13 +448,13 @@ def show_trace():
     task, stage = MaybeSwaps(), Stage(6, 2)
     lines = task.draw(random.Random(1), stage, "train")
     batch = task.to_batch([lines])
-    beliefs, chances = batch.belief[batch.line_end], iter(batch.chances[batch.asked])
+    beliefs, predictive = batch.belief[batch.line_end], iter(batch.predictive[batch.asked])
     print(f"A trace of stage {stage}. After each line: the belief that a, b, c hold 123, 132, ...")
     print("After each answer: the predictive, how likely 1, 2 and 3 were before it was read.")
     print(" " * 49, *("".join(map(str, values)) for values in task.number), sep="  ")
     for line, belief in zip(lines, beliefs):
-        predictive = next(chances) if line.answer else ""
-        print(f"{line.text[:-1]:49s} {belief} {predictive}".rstrip())
+        before = next(predictive) if line.answer else ""
+        print(f"{line.text[:-1]:49s} {belief} {before}".rstrip())
 
 
 def show_exact():

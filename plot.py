@@ -1,12 +1,12 @@
 """
-The figures, one function each, from what runs leave behind; and looks inside a model.
+Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py curve out/deltanet-repl*                     accuracy while training
-    python plot.py headline out/deltanet-repl* --at 128x16      a state by hand, and `positions`
+    python plot.py headline out/deltanet-repl* --at 128x16      states by hand, and `positions`
     python plot.py positions out/deltanet-repl* --at 128x16     at each answer of a trace (P1 Fig. 4, left)
-    python plot.py final out/deltanet-repl*                     at the last, by length and spacing (right)
-    python plot.py scores out/deltanet-repl*                    a row a model, a column an evaluated stage
-    python plot.py ladder out/ladder/*                          a row a model, a column a group
+    python plot.py final out/deltanet-repl*                     at a trace's last answer (P1 Fig. 4, right)
+    python plot.py scores out/deltanet-repl*                    a row per model, a column per evaluated stage
+    python plot.py ladder out/ladder/*                          a row per model, a column per group
     python plot.py spacing out/spacing/*                        read with sparser prints (P1 Fig. 3)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py samples out/*-parity*                        traces until 95 % are right (P2 Fig. 5)
@@ -17,7 +17,7 @@ The figures, one function each, from what runs leave behind; and looks inside a 
     python plot.py horizon out/deltanet-repl by_hand            how far they will read, from 64 commands
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py probe out/deltanet-repl --at 64x8            prints whether states can be read off
-    python plot.py automaton out/deltanet-repl --at 64x8        prints how often it does as the group does
+    python plot.py automaton out/deltanet-repl --at 64x8        prints how often its steps are Python's
     python plot.py belief out/deltanet-pfsa --at 64x2:forced    prints what becomes of a belief
 
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
@@ -27,7 +27,7 @@ The figures, one function each, from what runs leave behind; and looks inside a 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
 `horizon`, `heads` and `accuracy` measure is left in a .jsonl beside the picture, to draw it again from that.
-What `probe`, `automaton` and `belief` print is added to out/COMMAND.jsonl, a line a call.
+What `probe`, `automaton` and `belief` print is added to out/COMMAND.jsonl, one line per call.
 P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
@@ -79,7 +79,7 @@ def load(args, aside=()):
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     if not runs:
-        raise ValueError(f"--models {args.models}: none of these runs")
+        raise ValueError("no such runs in these files")
     groups = defaultdict(list)
     for result in runs:
         name = label(result, runs, [*ASIDE, *aside, args.hide])
@@ -114,7 +114,7 @@ def label(result, runs, aside):
 
 
 def curriculum_of(result):
-    """A run's stages, as text."""
+    """A run's curriculum as text; if auto, without the stages that Repl adds for n_vars."""
     curriculum = result["config"]["curriculum"]
     return TASKS[result["task"]].curriculum if curriculum == "auto" else curriculum
 
@@ -125,7 +125,7 @@ def trained(result):
 
 
 def got_there(runs):
-    """Whether most seeds reached that stage."""
+    """Whether at least half of the seeds reached that stage."""
     there = [result.get("stage_reached") == str(trained(result)) for result in runs]
     return np.mean(there) >= 0.5
 
@@ -196,19 +196,17 @@ def doubling(axes, x):
 
 def tiles(cells, x_label, title):
     """-> a coloured table. cells: {(row, column): [accuracy of each seed]}. It shows the median in %, below
-    it the range; "not within" where there is no accuracy."""
+    it the range."""
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells))
     figure, axes = plt.subplots(figsize=(9, 1 + len(rows) / 2))
     middle = np.full((len(rows), len(columns)), np.nan)
     for (row, column), seeds in cells.items():
         i, j = rows.index(row), columns.index(column)
-        words = "not within"
-        if seeds:
-            low, median, high = 100 * np.percentile(seeds, [0, 50, 100])
-            middle[i, j] = median
-            words = f"{median:.0f}"
-            if high - low >= 1:
-                words += f"\n{low:.0f} to {high:.0f}"
+        low, median, high = 100 * np.percentile(seeds, [0, 50, 100])
+        middle[i, j] = median
+        words = f"{median:.0f}"
+        if high - low >= 1:
+            words += f"\n{low:.0f} to {high:.0f}"
         axes.text(j, i, words, ha="center", va="center", fontsize=8)
     axes.imshow(middle, vmin=0, vmax=160, aspect="auto", cmap="YlGn")
     axes.grid(False)
@@ -221,7 +219,7 @@ def tiles(cells, x_label, title):
 # Figures
 
 def curve(args):
-    """Accuracy on training batches over traces seen, a line a seed; of the first five models or settings."""
+    """Accuracy on training batches over traces seen, one line per seed; of the first five models."""
     figure, axes = plt.subplots()
     for look, (name, runs) in zip(LOOKS, load(args).items()):
         for result in runs:
@@ -241,7 +239,7 @@ def positions(args):
 
 
 def draw_positions(axes, args):
-    """Over commands: at each power of 2, the mean of the answers since the one before."""
+    """Over commands: at each power of 2, the mean accuracy of the answers since the power before."""
     [stage] = parse_stages(args.at)
     curves = nested()
     for name, result, row in evaluations(args):
@@ -318,11 +316,13 @@ def ladder(args):
             axes.plot(j - 0.42, i - 0.33, "ks", markersize=5)
     axes.imshow(shade, vmin=-0.3, vmax=3, aspect="auto", cmap="Greens")
     axes.grid(False)
-    axes.set_xticks(range(len(groups)), groups)
+    chance = {group: chance_of(runs[0]) for (_, group), runs in found.items()}
+    axes.set_xticks(range(len(groups)), [f"{group}\nchance {chance[group]:.0%}" for group in groups])
     axes.set_yticks(range(len(names)), names)
     legend = ("dark: 95 % in both; middle: in the shorter words; pale: in neither; white: not run\n"
               "a square: in theory, one layer can hold it; [8]: the last stage that was passed")
-    return finish(axes, legend, "", f"Accuracy in words of {lengths[0]} and {lengths[1]} elements")
+    return finish(axes, legend, "", "Which model learns which group? Accuracy in words of "
+                  f"{lengths[0]} and {lengths[1]} elements")
 
 
 def spacing(args):
@@ -342,7 +342,7 @@ def spacing(args):
 
 def nats(args):
     """Hidden branches: KL from the exact predictive of an answer to the model's, over the length of traces.
-    Chance: to find all values equally likely."""
+    Chance: a uniform prediction."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     titles = {"": "prints at random", "forced": "prints forced (P1 Fig. 10)"}
     for axes, (kind, title) in zip(panels, titles.items()):
@@ -383,8 +383,8 @@ def seen_until(result, accuracy=0.95):
 
 
 def samples(args):
-    """Traces until 95 % of the held-out answers were right: a panel a task, a column a model, a marker a way
-    to teach it. Hollow: not reached; drawn where the run ended, with its accuracy there."""
+    """Traces until 95 % of the held-out answers were right: a panel per task, a column per model, a
+    marker per way to teach it. Hollow: not reached; drawn where the run ended, with its accuracy there."""
     runs = [result for group in load(args, aside=["curriculum", "states", "state_layer"]).values()
             for result in group]
     tasks = list(dict.fromkeys((result["task"], trained(result).length) for result in runs))
@@ -409,9 +409,11 @@ def samples(args):
         axes.set_yscale("log")
         axes.set_xticks(range(len(names)), names, fontsize=8)
         axes.set_xlim(-0.5, len(names) - 0.5)
+        chance = chance_of(here[0])
         finish(axes, "hollow: not reached; accuracy at the run's end", "traces until 95 % are right",
-               f"{task}, {length} lines")
+               f"{task}, {length} lines (chance {chance:.0%})")
         axes.get_legend().remove()
+    figure.suptitle("How many traces until 95 % of the answers are right? Lower is better")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
@@ -578,15 +580,17 @@ def heads(args):
     for name, head in found.items():
         look = {"color": "silver"}
         if name == most:
-            look = {"color": "C0", "linewidth": 3, "zorder": 3, "label": f"head {name}"}
+            layer, number = name.split(".")
+            look = {"color": "C0", "linewidth": 3, "zorder": 3, "label": f"layer {layer}, head {number}"}
         left.plot(np.linspace(0, 1, 21), head["betas"], **look)
         middle.plot(range(1, len(head["keys"]) + 1), head["keys"], **look)
         right.plot(SCALES, head["accuracy"], marker="o", **look)
     right.invert_xaxis()
+    figure.suptitle(f"Which head of {len(found)} tracks? In colour: the one that the model needs most")
     finish(left, "share of tokens", "beta, at most", "Betas of each head")
     finish(middle, "principal components", "share of variance", "Keys of each head")
     return finish(right, "factor on the betas of one head", "accuracy on held-out traces",
-                  "Without reflections in one head", chance)
+                  "Accuracy if its betas are scaled", chance)
 
 
 def is_command(source):
@@ -679,8 +683,8 @@ def would_say(task, model, state, traces):
 
 def automaton(args, traces=256):
     """The automaton that a model behaves as. Its state after a command: what it would say if all variables
-    were printed then. A step is right if Python, from what the model would have said before the command, gets
-    what it would say after it; so also steps from a wrong state can be right."""
+    were printed then. A step is right if Python, from the values that the model would have said before the
+    command, gets those that it would say after it; so a step from a wrong state can be right, too."""
     cfg, task, model, stage = one_model(args, traces)
     rng = random.Random(0)
     drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
@@ -721,14 +725,14 @@ def belief(args, traces=64):
     rows = []
     for number, place in enumerate(places, 1):              # traces differ in digits only
         hidden, _, state = model(batch.tokens[:, start:place + 1], state)
-        start, logits, odds = place + 1, model.head(hidden[:, -1]), batch.chances[:, place]
-        mass *= odds.max().item()                           # what is printed has 1/2 or 1, the most likely
-        if number & (number - 1) and number < len(places):
+        start, logits, exact = place + 1, model.head(hidden[:, -1]), batch.predictive[:, place]
+        mass *= exact.max().item()                          # what is printed has 1/2 or 1, the most likely
+        if number & (number - 1) and number < len(places):  # no power of 2, and not the last
             continue
-        kl = pfsa.compare(logits, batch.target[:, place], odds)[:, 0].mean()
+        kl = pfsa.compare(logits, batch.target[:, place], exact)[:, 0].mean()
         said = logits.softmax(-1)
-        sure, values = said.amax(1).mean(), said[:, ord("1"):ord("1") + odds.shape[1]]
-        possible = (values * (odds > 0)).sum(1).mean()
+        sure, values = said.amax(1).mean(), said[:, ord("1"):ord("1") + exact.shape[1]]
+        possible = (values * (exact > 0)).sum(1).mean()
         energy = [sum(x.square().sum().item() for x in tensors(mixer)) / traces for _, mixer in state]
         rows.append([number, mass, kl.item(), sure.item(), possible.item(), *map(math.sqrt, energy)])
     print("prints      mass        KL      sure  possible  norms of the states")
@@ -742,15 +746,15 @@ def belief(args, traces=64):
 # ----------------------------------------------------------------------------------------------------------
 # How far a model will read, predicted from 64 commands
 #
-# After Chung et al. 2605.07755: tracking ends when the spread of what should be alike is too large for the
-# separation of what should differ. Measured here on what the mixer reads from its state at a print; alike are
-# prints of the same variable with the same value. One-layer models of repl only.
+# After Chung et al. 2605.07755: tracking ends when the spread within a class is too large for the separation
+# of the classes. Here, of what the mixer reads from its state at a print; a class is a printed variable with
+# its value. One-layer models of repl only.
 
 DEPTHS = [8, 16, 24, 32, 48, 64]
 
 
 def one_print(task, commands, traces):
-    """Test traces that print once, after so many commands -> Batch; printed variable and value (traces,)."""
+    """Test traces with one print, after this many commands -> Batch; printed variable and value (traces,)."""
     rng, stage = random.Random(commands), Stage(commands, commands)
     drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
     printed = [lines[-1].text.split() for lines in drawn]
@@ -776,8 +780,8 @@ def say(model, o, x):
 
 
 def spread_and_separation(model, task, commands, traces):
-    """-> the spread of reads that should be alike, along the directions that separate values; the separation
-    of those that should differ; and a function, what would be right if the spread were larger by a factor."""
+    """-> the spread of reads within a class, along the directions that separate values; the separation of
+    classes; and a function: factor -> accuracy if the spread were larger by this factor."""
     batch, variable, value = one_print(task, commands, traces)
     pieces = zip(batch.tokens.split(64), batch.asked.split(64))
     o, x = map(torch.cat, zip(*(read_state(model, *piece) for piece in pieces)))
@@ -801,7 +805,7 @@ def spread_and_separation(model, task, commands, traces):
 
 @torch.no_grad()
 def measure_horizon(model, task, cfg, reads=1024, most=4096, traces=128):
-    """From reads up to 64 commands, predict after how many less than 90 % will be right; and measure it. The
+    """From prints after up to 64 commands, predict when accuracy falls below 90 %; and measure it. The
     separation is taken to shrink by the same factor at each command, and the spread's square to grow by the
     same amount."""
     *spreads, right = zip(*(spread_and_separation(model, task, depth, reads) for depth in DEPTHS))
@@ -866,10 +870,10 @@ def horizon(args):
         commands, accuracy = zip(*row["accuracy"])
         axes.plot(commands, accuracy, **look, label=Path(row["of"]).name)
         if row["predicted"]:                                # else: not within 10^9 commands
-            axes.axvline(row["predicted"], color=look["color"], linestyle=":")
+            axes.plot(row["predicted"], 0.9, "*", color=look["color"], markersize=18, zorder=3)
     doubling(axes, [64, 128, 256, 512, 1024, 2048, 4096])
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
-                  "How far models read. Dotted: where 90 % was predicted", 0.2, 64)
+                  "Without a print, states fade. Stars: where 90 % was predicted", 0.2, 64)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -936,7 +940,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "final": "final assets/final.jsonl",
     "spacing": "spacing assets/spacing.jsonl",
     "ladder": "ladder assets/ladder.jsonl",
-    "nats": "nats assets/belief.jsonl --models deltanet,gated_deltanet,ssm,gru,lstm",
+    "nats": "nats assets/belief.jsonl --models deltanet,gru,ssm,transformer",
     "samples": "samples assets/told.jsonl",
     "lengths": "lengths assets/lengths.jsonl",
     "horizon": "horizon assets/horizon.jsonl",

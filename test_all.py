@@ -185,7 +185,7 @@ def execute(task, text):
 def test_targets_are_shifted_tokens_and_answers_and_line_ends_are_marked(kind, settings, stage):
     task = kind(states="none", **settings)
     batch, texts = make(task, stage, 50)
-    assert batch.state is None and batch.state_text is None
+    assert batch.state is None and batch.state_tokens is None
     assert (batch.target[:, :-1] == batch.tokens[:, 1:]).all() and not batch.target[:, -1].any()
     assert not batch.state_in_text.any()
     for tokens, target, asked, ends, text in zip(*batch[:3], batch.line_end, texts):
@@ -211,7 +211,7 @@ def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
             assigns = source and not source.startswith(("print", "assert"))
             read.append(f"{line[:-1]}  # {state}\n" if assigns else line)
             assert not linear or linear.state[b, ends[i]].tolist() == SLOTS[kind](task, memory)
-        assert [task.tokenizer.decode(row).rstrip("\0") for row in spoken.state_text[b] if any(row)] == said
+        assert [task.tokenizer.decode(row).rstrip("\0") for row in spoken.state_tokens[b] if any(row)] == said
         assert commented[b] == "".join(read)
         told = task.tokenizer.decode(in_text.target[b][in_text.state_in_text[b]])
         assert told == "".join(re.findall("  # (.*\n)", commented[b])) and told
@@ -598,7 +598,7 @@ def check(row):
 
 RIGHT = "right"
 STATES, NAME, SYNTAX = "other states", "NameError", "SyntaxError"
-CHANGED = "a line that did not end, or no line, changed something"
+CHANGED = "a variable changed outside a line that ended"
 NASTY = [
     # control flow
     ("n", "3", "t = []\nfor i in range(n):\n    for j in range(i):\n        t.append(j)\nreturn t", RIGHT),
@@ -1654,7 +1654,7 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
     batch = task.to_batch(traces)
     for b, lines in enumerate(traces):
         ends, asked = np.flatnonzero(batch.line_end[b]), list(np.flatnonzero(batch.asked[b]))
-        assert len(asked) == batch.chances[b].any(1).sum() == answers
+        assert len(asked) == batch.predictive[b].any(1).sum() == answers
         known = believed("".join(line.text for line in lines))            # never empty: Python can print this
         for line, end, before, worlds in zip(lines, ends, [None, *known], known):
             held = Counter()
@@ -1667,8 +1667,8 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
             if line.answer:
                 at, name = asked.pop(0), line.text[0]
                 odds = [sum(w for (_, said), w in before.items() if said == f"{name} {x}") / before.total()
-                        for x in range(1, len(batch.chances[b, at]) + 1)]
-                assert np.allclose(batch.chances[b, at], odds, atol=1e-6)
+                        for x in range(1, len(batch.predictive[b, at]) + 1)]
+                assert np.allclose(batch.predictive[b, at], odds, atol=1e-6)
                 assert task.tokenizer.decode([batch.target[b, at]]) == line.answer
 
 
@@ -1687,7 +1687,7 @@ def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess(
     """The exact predictive's loss on sampled answers is its entropy, as no branch depends on a query."""
     task = pfsa.MaybeSwaps(3)
     batch = task.batch(0, "train", Stage(32, 2), 0, 200)
-    target, p = torch.tensor(batch.target[batch.asked]), torch.tensor(batch.chances[batch.asked]).double()
+    target, p = torch.tensor(batch.target[batch.asked]), torch.tensor(batch.predictive[batch.asked]).double()
     digits = slice(ord("1"), ord("4"))
     exact, even = torch.full((2, len(p), len(task.tokenizer)), -1e4, dtype=torch.double)
     exact[:, digits], even[:, digits] = p.clamp(1e-99).log(), 0
@@ -1708,7 +1708,7 @@ def test_figure_10_always_shows_the_same_and_ends_with_what_must_be_known():
         assert lines[4].source == "b, c = (c, b) if random() < 0.5 else (b, c)"
         assert [line.answer for line in lines if line.answer] == [b] * 50 + [c]
         batch = task.to_batch([lines])
-        *even, last = batch.chances[batch.asked]
+        *even, last = batch.predictive[batch.asked]
         assert np.sort(even).tolist() == [[0, 0.5, 0.5]] * 49 + [[0, 0, 1]]
         assert last.argmax() == int(c) - 1 and last.max() == 1
 
@@ -1729,7 +1729,7 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
 
 @pytest.mark.parametrize("make, says", [
     (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
-    (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: a branch is hidden"),
+    (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: the state is hidden"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "is adversarial, forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "4")), "no other lines"),
@@ -1970,9 +1970,9 @@ def test_the_linear_heads_loss_is_cross_entropy_slot_by_slot(beliefs):
 
 
 def lines_of(task, batch):
-    """What state_texts should find, by loops: each line's trace and end, and its state's tokens."""
+    """What stated_lines should find, by loops: each line's trace and end, and its state's tokens."""
     found = []
-    for b, texts in enumerate(batch.state_text.tolist()):
+    for b, texts in enumerate(batch.state_tokens.tolist()):
         for i, end in enumerate(batch.line_end[b].nonzero()[:, 0].tolist()):
             row = [token for token in texts[i] if token != data.PAD]
             if row:
@@ -2952,7 +2952,7 @@ def test_the_ladder_has_a_column_a_group_and_says_how_far_each_model_came():
                             on("Z2", 1.0, 0.8), on("A5", 0.02, 0.02, passed=["2x1", "4x1"]),
                             on("Z2", 1.0, 1.0, "ssm"), on("S3", 0.2, 0.2, "ssm", passed=()),
                             on("Z2", 0.9, 0.5, "ssm", beta_max=1.0))).axes
-    assert ticks(axes.xaxis) == ["Z2", "S3", "A5"]
+    assert ticks(axes.xaxis) == ["Z2\nchance 50%", "S3\nchance 17%", "A5\nchance 2%"]
     assert ticks(axes.yaxis) == ["lstm", "ssm, [-1, 1]", "ssm, [0, 1]"]
     shades = np.ma.filled(axes.images[0].get_array(), np.nan)
     assert np.array_equal(shades, [[1, 2, 0], [2, 0, np.nan], [0, np.nan, np.nan]], equal_nan=True)
@@ -2973,7 +2973,8 @@ def test_samples_to_95_percent_have_a_panel_a_task_and_are_hollow_where_it_was_n
     figure = plot.samples(of(parity(200), parity(300, beta_max=1.0, states="none"),
                              parity(400, model="lstm", states="text"), never))
     left, right = figure.axes
-    assert [left.get_title(), right.get_title()] == ["parity, 8 lines", "listperm, 4 lines"]
+    assert [left.get_title(), right.get_title()] == ["parity, 8 lines (chance 50%)",
+                                                       "listperm, 4 lines (chance 1%)"]
     assert ticks(left.xaxis) == ["deltanet\n[-1, 1]", "deltanet\n[0, 1]", "lstm"]
     names = {line.get_marker(): line.get_label() for line in left.lines if line.get_label()[0] != "_"}
     points = {names[line.get_marker()]: line.get_xydata() for line in left.lines if len(line.get_xdata())}
@@ -3174,7 +3175,7 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     assert len(idle) == len(tracks) == 6
     assert set(idle) == {1} and tracks[0] == 1 > tracks[3] > tracks[5] + 0.05
     assert [list(line.get_ydata()) for line in figure.axes[2].lines[:2]] == [idle, tracks]
-    assert "head 1.2" in words_of(figure.axes[0])
+    assert "layer 1, head 2" in words_of(figure.axes[0])
     tokens = torch.tensor(task.batch(0, "test", Stage(32, 4), 0, 32).tokens)
     names, digits = ((tokens >= ord(first)) & (tokens < ord(first) + 3) for first in "a1")
     betas = np.quantile(2 * names.numpy() + digits.numpy(), np.linspace(0, 1, 21))
@@ -3241,7 +3242,7 @@ def test_help_has_an_example_of_every_command(capsys):
     ("", "give a command"), ("curve", "give a command"), ("curv out", "invalid choice"),
     ("scores nowhere", "give folders"), ("scores broken.jsonl", "give folders"), ("nats table.jsonl", "no 'kl'"),
     ("horizon table.jsonl", "no 'accuracy'"), ("ladder other.jsonl", "no 'model'"),
-    ("scores table.jsonl --models rnn", "none of these runs"), ("positions table.jsonl --at 9x9", "0 curves"),
+    ("scores table.jsonl --models rnn", "no such runs"), ("positions table.jsonl --at 9x9", "0 curves"),
     ("positions table.jsonl --at long", "no stage"), ("probe nowhere --at 8x1", "no such checkpoint"),
     ("curve table.jsonl", "metrics.csv"), ("scores table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):

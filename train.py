@@ -1,5 +1,5 @@
 """
-Train a model on a task, watch it learn, and test it far beyond what it saw. Nothing is hidden in a library.
+Train a model on a task, watch it learn, and test it far beyond what it saw. One flat loop in plain PyTorch.
 
     python train.py --model deltanet --task repl                   70 seconds on two CPU cores
     python train.py --model deltanet,transformer --seed 0,1,2      a grid: six runs; finished ones are skipped
@@ -8,16 +8,16 @@ Train a model on a task, watch it learn, and test it far beyond what it saw. Not
     torchrun --nproc-per-node 2 train.py --seed 0,1,2,3            a grid, shared out among processes
     python train.py --help                                         every setting, with its reason
 
-Loss: the mean over all next tokens, plus reveal_weight times the mean over answers, plus state_weight times
-the state head's (P2 section 4). P1 has only the first.
+Loss: the mean over all next tokens, plus reveal_weight times the mean over answers (P1: reveals), plus
+state_weight times the state head's (P2 section 4). P1 has only the first.
 
 Curriculum: stages LxS, L commands with a print after every S-th (P1 section 4). A stage is passed when the
 answers of fresh training traces are right often enough (--advance), or after a fixed number of traces
 (--stage-samples, as in P1). With --carry n, the last stage's traces are n times as long and read in n steps:
-truncated BPTT, the state is carried over, detached.
+truncated BPTT, the state is carried over, detached. Each step counts batch_size traces.
 
-Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces. With
---advance the fall starts when the last stage is passed, or in time to end at max_samples.
+Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces. The
+fall starts when the last stage is passed, or in time to end at max_samples; with --until only then.
 
 A run leaves a folder with ckpt.pt, metrics.csv and result.json. Stop it with Ctrl-C; the same command goes
 on where it stopped, bit for bit. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step
@@ -72,31 +72,31 @@ class Config:
     curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own
     # the model
     d_model: int = 64              # width; inside the MLP it is twice that
-    params: int = 0                # not 0: set the MLP's width for about so many parameters
+    params: int = 0                # not 0: set the MLP's width for about this many parameters
     n_layer: int = 1               # blocks; repl with up to 5 variables needs one, thanks to conv
     n_head: int = 1                # heads of width d_model / n_head; one learns in fewer steps than four
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
-    n_householder: int = 2         # deltaproduct: reflections a token
+    n_householder: int = 2         # deltaproduct: reflections per token
     # the loss
-    reveal_weight: float = 1.0     # on answers, one token in 181 at 64x8; 0 is next-token loss
-    states: str = "auto"           # head: linear, transformer, contrastive; or text, none; auto: by task
-    state_weight: float = 1.0      # of the state head's loss (pfsa: it is told exact beliefs)
-    state_layer: int = 0           # the state head reads after so many blocks; 0: after all of them
+    reveal_weight: float = 1.0     # on answers, one token in 181 at 64x8; 0: next-token loss only
+    states: str = "auto"           # a state head (linear, transformer, contrastive), text, or none
+    state_weight: float = 1.0      # of the state head's loss (pfsa, trap: it learns exact beliefs)
+    state_layer: int = 0           # the state head reads after this many blocks; 0: after all
     # the optimiser
     optimizer: str = "muon"        # muon for the blocks' matrices and adamw for the rest, or adamw for all
-    batch_size: int = 8            # traces a step; small, as the first stage takes many steps, not much data
+    batch_size: int = 8            # traces per step; small: the first stage needs steps more than data
     learning_rate: float = 6e-3    # its peak
     warmup: int = 320              # traces until the peak
-    cooldown: int = 2560           # traces of the final fall; it buys accuracy beyond the trained lengths
+    cooldown: int = 2560           # traces of the final fall; improves accuracy beyond the trained lengths
     # when to move on, when to stop
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
-    stage_samples: int = 0         # not 0: pass each stage after so many traces (pfsa: 3000, trace: 4000)
+    stage_samples: int = 0         # traces of each stage; 0: until --advance (pfsa, trap: 3000, trace: 4000)
     carry: int = 1                 # n: read the last stage's traces n times as long, in n steps
-    max_samples: int = 100000      # stop after this many traces, wherever the curriculum is
-    until: float = 0.0             # not 0: stop at this held-out accuracy, twice in a row, in the last stage
+    max_samples: int = 100000      # stop after this many traces (batch_size per step), whatever the stage
+    until: float = 0.0             # not 0: stop at this accuracy in eval_at's first stage, twice in a row
     # held-out traces
-    eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and 2x and 4x as far
+    eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and harder ones
     eval_samples: int = 64         # traces of each
     eval_every: int = 100          # steps between two evaluations, and two checkpoints, during training
     # the machine
@@ -106,6 +106,7 @@ class Config:
     out: str = "out"               # where the runs' folders go
 
 
+# The comments above, by name: --help shows them.
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
 UNNAMED = ["model", "task", "device", "out"]      # not written as name=value into a folder's name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -147,7 +148,7 @@ def grid(args):
 
 
 def check(cfg):
-    """Raise ValueError for settings that cannot be run, before anything is built."""
+    """Raise ValueError for settings that cannot be run. Tries a trace of each stage, and a "meta" model."""
     for name, value in asdict(cfg).items():
         flag, may_be_zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_ZERO
         if name in CHOICES and value not in CHOICES[name]:
@@ -327,13 +328,13 @@ def held_out_batches(task, stage, cfg, device):
 @torch.no_grad()
 def read(model, tokens, places, cfg):
     """Read tokens (B, T) -> the hidden vectors (N, D) at places (B, T) bool, trace by trace. Memory does not
-    grow with the length, but for a Transformer's cache."""
+    grow with the length, except for an attention's cache."""
     state, hidden = None, []
     with autocast(cfg, tokens.device):
         for piece, here in zip(tokens.split(SEGMENT, 1), places.split(SEGMENT, 1)):
             y, _, state = model(piece, state)
             hidden.append(y[here])
-    segment = places.nonzero()[:, 1] // SEGMENT
+    segment = places.nonzero()[:, 1] // SEGMENT                       # sort into traces
     by_segment = torch.cat(hidden)
     by_trace = torch.empty_like(by_segment)
     by_trace[segment.argsort(stable=True)] = by_segment
@@ -347,8 +348,8 @@ def evaluate(model, task, stage, cfg):
     -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
     nats an answer: "kl", from the exact predictive to the model's; "final_kl" and "kl_by_answer"; "loss", of
     the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
-    With states in the text also, if what stands before is true: "next_state", accuracy of whole states, and
-    "given_states", of answers; and "traces", for each [states, right ones before the first wrong one,
+    With states in the text also, where all text before is true: "next_state", accuracy of whole states, and
+    "given_states", of answers; and "traces", for each [number of states, number before the first wrong one,
     accuracy with its own states]."""
     rows, nats, given, states, to_repeat = [], [], [], [], []
     for batch in held_out_batches(task, stage, cfg, next(model.parameters()).device):
@@ -361,9 +362,9 @@ def evaluate(model, task, stage, cfg):
             given += answers(task, batch, right | batch.state_in_text)
             states += map(state_by_state, batch.state_in_text.tolist(), right.tolist())
             to_repeat += zip(*(x.tolist() for x in batch[:4]))
-        if batch.chances is not None:
+        if batch.predictive is not None:
             target = batch.target[batch.asked]
-            nats.append(compare(logits, target, batch.chances[batch.asked]).view(len(batch.asked), -1, 3))
+            nats.append(compare(logits, target, batch.predictive[batch.asked]).view(len(batch.asked), -1, 3))
     with_error = [i for i, trace in enumerate(states) if not all(trace)]
     for i, right in zip(with_error, on_its_own(model, task, [to_repeat[i] for i in with_error], cfg)):
         rows[i] = right
@@ -412,10 +413,10 @@ def on_its_own(model, task, traces, cfg):
 
 
 def write_along(task, tokens, target, asked, is_state, right):
-    """A generator that walks through one trace. It yields the next token to read, and send(guess) gives it
-    the model's prediction of the token after that. Instead of the states and of an answer with a newline,
-    it yields what was guessed, up to a newline or to twice the true length. It appends to `right` whether
-    each answer was right. After the end it yields None."""
+    """A generator that walks through one trace. It yields the next token to read; send(guess) gives it the
+    model's prediction of the token after that. For states, and for answers that end in a newline, it yields
+    the guesses, up to a newline or to twice the true length. It appends to `right` whether each answer was
+    right. After the end it yields None."""
     newlines = task.tokenizer.newlines
     t = 0
     while t < len(tokens) and tokens[t] != PAD:
@@ -455,7 +456,7 @@ FORMAT = "state tracking 2"
 
 
 def write_atomically(path, write):
-    """write(file), then rename: whoever reads, whenever we die, finds the old file or the new one, whole."""
+    """write(file) elsewhere, then rename it: after a crash, path is the old file or the new one, whole."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         write(file)
@@ -479,7 +480,7 @@ def load_checkpoint(path):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         ours = checkpoint["format"] == FORMAT and set(checkpoint["config"]) <= set(HELP)
-    except Exception:                                     # a broken file fails in as many ways as there are
+    except Exception:                                     # a broken file can raise anything
         ours = False
     if not ours:
         raise ValueError(f"{path}: cut short, or no checkpoint of this version of train.py; give another")
@@ -508,7 +509,7 @@ def find(cfg, overwrite):
     if not (folder / "ckpt.pt").exists():
         raise ValueError(f"{folder} exists and holds no run: choose another --out, or --overwrite")
     saved = load_checkpoint(folder)
-    settings = asdict(Config(**saved["config"]))          # one that is newer than the run is at its default
+    settings = asdict(Config(**saved["config"]))          # settings newer than the run: defaults
     if any(settings[name] != value for name, value in asdict(cfg).items() if name not in UNNAMED):
         raise ValueError(f"{folder} holds a run with other settings: choose another --out, or --overwrite")
     return "finished" if (folder / "result.json").exists() else saved
@@ -528,7 +529,7 @@ def open_metrics(path, steps):
 # One run
 
 class Progress:
-    """Where a run is in its curriculum. A checkpoint holds all of it, but for what the settings say."""
+    """Where a run is in its curriculum. A checkpoint holds all of it, except cfg, stages and fixed."""
 
     def __init__(self, cfg, task, stages):
         self.cfg, self.stages, self.fixed = cfg, stages, cfg.stage_samples or task.stage_samples
@@ -538,7 +539,7 @@ class Progress:
         self.number = 0                                               # of the stage
         self.began = 0                                                # the step at which it began
         self.recent, self.passed = [], []                             # accuracy of 10 batches; passed stages
-        self.held_out, self.until = [], None                          # [traces, stage, accuracy], ...
+        self.held_out, self.until = [], None                          # [traces, stage, accuracy], ...; traces
         self.state = None                                             # with --carry: the model's
 
     def saved(self):
@@ -553,7 +554,7 @@ class Progress:
         return self.number == len(self.stages) - 1
 
     def learning_rate(self):
-        """See the top."""
+        """The schedule at the top of this file."""
         cfg, fall = self.cfg, self.end - self.cfg.cooldown
         up = min(1, (self.samples + cfg.batch_size) / max(cfg.warmup, cfg.batch_size))
         down = min(1, max(0, self.samples - fall) / max(cfg.cooldown, 1))
@@ -613,8 +614,8 @@ def stream(cfg, task, at, device):
 
 
 def cut(batch, parts):
-    """A batch -> its pieces in time, equally long, but that the first one takes the remainder."""
-    if parts == 1:                                        # state_text has no time to cut
+    """A batch -> its pieces in time, equally long, except that the first one takes the remainder."""
+    if parts == 1:                                        # state_tokens has no time axis
         return [batch]
     T = batch.tokens.shape[1]
     sizes = [T - (parts - 1) * (T // parts)] + [T // parts] * (parts - 1)
@@ -661,7 +662,7 @@ def make_optimizers(cfg, model):
 def train(cfg, task, stages, model, folder, saved=None):
     """Train, from the start or from the checkpoint `saved`; write ckpt.pt and metrics.csv into `folder`.
     -> Progress, and why it ended: "done", "interrupted" or "nan"."""
-    device, target = next(model.parameters()).device, eval_stages(cfg, task, stages)[0]
+    device, harder = next(model.parameters()).device, eval_stages(cfg, task, stages)[0]
     at = Progress(cfg, task, stages)                                  # where the run is
     optimizers = make_optimizers(cfg, model)
     if saved:
@@ -719,7 +720,7 @@ def train(cfg, task, stages, model, folder, saved=None):
             bar.set_postfix(stage=stage, loss=f"{loss.item():.3f}", right=f"{accuracy:.0%}", refresh=False)
 
             if at.step % cfg.eval_every == 0:
-                held_out_at = target if at.last else stage
+                held_out_at = harder if at.last else stage
                 row["held_out"] = evaluate(model, task, held_out_at, cfg)["accuracy"]
                 at.held_out.append([at.samples, str(held_out_at), row["held_out"]])
                 tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, stage {stage}, "
@@ -782,7 +783,7 @@ def run(cfg, saved):
 # All runs
 
 def table(results):
-    """Print a line a run: its cost, and the accuracy at each evaluated stage."""
+    """Print a line per run: its cost, and the accuracy at each evaluated stage."""
     stages = list(dict.fromkeys(row["stage"] for result in results for row in result["eval"]))
     print("  traces   steps seconds reached" + "".join(f"{stage:>14s}" for stage in stages) + "  run")
     for result in results:
@@ -812,8 +813,8 @@ class Player:
         return token, probabilities[token].item()
 
     def say(self, line):
-        """Read a line. Print what the model says instead of its answer or its state, if it has one, and what
-        is true. It reads the true answer, but its own state."""
+        """Read a line. If it has an answer or a state, print the model's prediction of it, and the truth.
+        Then the model reads the true answer, but the state that it predicted itself."""
         (tokens, marks, _), newlines = self.task.encode([line]), self.task.tokenizer.newlines
         if not any(marks):
             self.next(tokens)
@@ -850,7 +851,9 @@ def play(path, device):
         try:
             source = task.line(input(prompt))
         except (EOFError, KeyboardInterrupt):
-            return print() if prompt else None
+            if prompt:
+                print()
+            return
         except ValueError as error:
             print(error)
             continue
@@ -861,7 +864,7 @@ def play(path, device):
 def evaluate_run(args, given):
     """--eval: evaluate a trained model on other stages."""
     cfg, task, stages, model = load_model(args.eval, **{"eval_at": "auto", **given})
-    print(f"model   {args.eval}: {cfg.model} on {cfg.task}, {cfg.eval_samples} traces a line")
+    print(f"model   {args.eval}: {cfg.model} on {cfg.task}, {cfg.eval_samples} traces per line")
     for stage in eval_stages(cfg, task, stages):
         print(show(evaluate(model, task, stage, cfg), task))
 
