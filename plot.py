@@ -871,7 +871,7 @@ def horizon(args):
         commands, accuracy = zip(*row["accuracy"])
         axes.plot(commands, accuracy, **look, label=Path(row["of"]).name)
         if row["predicted"]:                                # else: not within 10^9 commands
-            axes.scatter(row["predicted"], 0.9, 300, look["color"], "*", zorder=3)
+            axes.scatter(row["predicted"], 0.9, s=300, color=look["color"], marker="*", zorder=3)
     doubling(axes, [64, 128, 256, 512, 1024, 2048, 4096])
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
                   "Without a print, states fade. Stars: where 90 % was predicted", 0.2, 64)
