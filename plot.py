@@ -163,7 +163,7 @@ def nested():
 
 
 def lines(axes, curves):
-    """For each label of `nested` a line at the median over seeds, in a band from least to most."""
+    """For each label of `nested` a line at the median over seeds, in a band from least to most; x is logarithmic."""
     if not 0 < len(curves) <= len(LOOKS):
         raise ValueError(f"{len(curves)} curves: choose 1 to 5, by --models, and where to look by --at")
     for look, (name, points) in zip(LOOKS, curves.items()):
@@ -173,6 +173,7 @@ def lines(axes, curves):
             low, middle, high = np.transpose(seeds)
             axes.plot(x, middle, **look, label=name)
             axes.fill_between(x, low, high, color=look["color"], alpha=0.15)
+    doubling(axes, sorted({x for points in curves.values() for x in points}))
 
 
 def finish(axes, x_label, y_label, title, chance=None, length=None):
@@ -250,7 +251,6 @@ def draw_positions(axes, args):
             for commands, right in by_power.items():
                 curves[name][commands].append(np.mean(right))
     lines(axes, curves)
-    doubling(axes, sorted({x for points in curves.values() for x in points}))
     finish(axes, f"commands so far in traces of {stage}", "accuracy on held-out traces",
            "Which models keep track?", chance_of(result), trained(result).length)
 
@@ -334,7 +334,6 @@ def spacing(args):
         if (stage.length, stage.kind) == (trained(result).length, trained(result).kind):
             curves[name][stage.spacing].append(row["accuracy"])
     lines(axes, curves)
-    doubling(axes, sorted({x for points in curves.values() for x in points}))
     return finish(axes, f"commands from one print to the next, in test traces of {trained(result).length}",
                   "accuracy on held-out traces", "How sparse may prints be?",
                   chance_of(result), trained(result).spacing)
@@ -353,7 +352,6 @@ def nats(args):
                 curves[name][stage.length].append(row["kl"])
                 chance = math.log(task_of(result).n_answers) - row["floor"]
         lines(axes, curves)
-        doubling(axes, sorted({x for points in curves.values() for x in points}))
         axes.set_yscale("log")
         finish(axes, "lines of code", "KL to the exact predictive, nats an answer", title, chance,
                trained(result).length)

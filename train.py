@@ -302,230 +302,6 @@ def losses(task, model, batch, state=None):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Evaluation
-
-@torch.no_grad()
-def state_size(model, task, stage):
-    """Numbers that a model hands on from token to token, at a trace's end (an attention's cache grows)."""
-    tokens = torch.as_tensor(task.batch(0, "test", stage, 0, 1).tokens)
-    _, _, state = model(tokens.to(next(model.parameters()).device))
-    return sum(x.numel() for x in tensors(state))
-
-
-@lru_cache(maxsize=64)
-def held_out_batch(task, seed, stage, t, size):
-    """The same test traces are read again and again; functions made at random are slow to make."""
-    return task.batch(seed, "test", stage, t, size)
-
-
-def held_out_batches(task, stage, cfg, device):
-    """cfg.eval_samples test traces of a stage, in batches on the device."""
-    for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
-        size = min(cfg.batch_size, cfg.eval_samples - first)
-        yield to_device(held_out_batch(task, cfg.seed, stage, t, size), device)
-
-
-@torch.no_grad()
-def read(model, tokens, places, cfg):
-    """Read tokens (B, T) -> the hidden vectors (N, D) at places (B, T) bool, trace by trace. Memory does not
-    grow with the length, except for an attention's cache."""
-    state, hidden = None, []
-    with autocast(cfg, tokens.device):
-        for piece, here in zip(tokens.split(SEGMENT, 1), places.split(SEGMENT, 1)):
-            y, _, state = model(piece, state)
-            hidden.append(y[here])
-    segment = places.nonzero()[:, 1] // SEGMENT                       # sort into traces
-    by_segment = torch.cat(hidden)
-    by_trace = torch.empty_like(by_segment)
-    by_trace[segment.argsort(stable=True)] = by_segment
-    return by_trace
-
-
-def evaluate(model, task, stage, cfg):
-    """Accuracy on held-out traces of a stage. The model reads the true lines. With states in the text, it
-    writes the states itself, and reads on from what it wrote.
-
-    -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
-    nats an answer: "kl", from the exact predictive to the model's; "final_kl" and "kl_by_answer"; "loss", of
-    the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
-    With states in the text also, where all text before is true: "next_state", accuracy of whole states, and
-    "given_states", of answers; and "traces", for each [number of states, number before the first wrong one,
-    accuracy with its own states]."""
-    rows, nats, given, states, to_repeat = [], [], [], [], []
-    for batch in held_out_batches(task, stage, cfg, next(model.parameters()).device):
-        hidden = read(model, batch.tokens, to_write(batch), cfg)
-        with torch.no_grad(), autocast(cfg, hidden.device):
-            logits = model.head(hidden)
-        right = right_tokens(batch, logits)
-        rows += answers(task, batch, right)
-        if task.states == "text":
-            given += answers(task, batch, right | batch.state_in_text)
-            states += map(state_by_state, batch.state_in_text.tolist(), right.tolist())
-            to_repeat += zip(*(x.tolist() for x in batch[:4]))
-        if batch.predictive is not None:
-            target = batch.target[batch.asked]
-            nats.append(compare(logits, target, batch.predictive[batch.asked]).view(len(batch.asked), -1, 3))
-    with_error = [i for i, trace in enumerate(states) if not all(trace)]
-    for i, right in zip(with_error, on_its_own(model, task, [to_repeat[i] for i in with_error], cfg)):
-        rows[i] = right
-    rows = torch.stack(rows).double()                                 # (traces, answers)
-    by_answer = rows.mean(0)
-    row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
-           "by_answer": by_answer.tolist()}
-    if given:
-        first_right = [sum(itertools.takewhile(bool, trace)) for trace in states]
-        row["next_state"] = sum(map(sum, states)) / sum(map(len, states))
-        row["given_states"] = torch.stack(given).double().mean().item()
-        row["traces"] = list(map(list, zip(map(len, states), first_right, rows.mean(1).tolist())))
-    if nats:
-        kl, loss, floor = torch.cat(nats).unbind(-1)                  # each (traces, answers)
-        row.update(kl=kl.mean().item(), final_kl=kl[:, -1].mean().item(), loss=loss.mean().item(),
-                   floor=floor.mean().item(), kl_by_answer=kl.mean(0).tolist())
-    return row
-
-
-def state_by_state(is_state, right):
-    """is_state, right: T bools each, of a trace's targets -> [whether each state in its text is right]."""
-    found = []
-    for t, here in enumerate(is_state):
-        if here and not is_state[t - 1]:
-            found.append(True)
-        if here and not right[t]:
-            found[-1] = False
-    return found
-
-
-@torch.no_grad()
-def on_its_own(model, task, traces, cfg):
-    """Read the true lines of traces, but write their states and answers: greedily, token by token, all
-    traces at once. traces: [tokens, target, asked, state_in_text] each, as lists. -> [right (R,) bool]."""
-    device = next(model.parameters()).device
-    found, state = [[] for _ in traces], None
-    writers = [write_along(task, *trace, right) for trace, right in zip(traces, found)]
-    tokens = [next(writer) for writer in writers]
-    while any(token is not None for token in tokens):
-        with autocast(cfg, device):
-            here = torch.tensor([[token or PAD] for token in tokens], device=device)
-            hidden, _, state = model(here, state)
-            guesses = model.head(hidden[:, -1]).argmax(-1).tolist()
-        tokens = [writer.send(guess) for writer, guess in zip(writers, guesses)]
-    return [torch.tensor(right, device=device) for right in found]
-
-
-def write_along(task, tokens, target, asked, is_state, right):
-    """A generator that walks through one trace. It yields the next token to read; send(guess) gives it the
-    model's prediction of the token after that. For states, and for answers that end in a newline, it yields
-    the guesses, up to a newline or to twice the true length. It appends to `right` whether each answer was
-    right. After the end it yields None."""
-    newlines = task.tokenizer.newlines
-    t = 0
-    while t < len(tokens) and tokens[t] != PAD:
-        guess = yield tokens[t]
-        if not (asked[t] or is_state[t]):
-            t += 1
-            continue
-        end = (asked if asked[t] else is_state).index(False, t)
-        truth, said = target[t:end], [guess]
-        limit = 2 * len(truth) if truth[-1] in newlines else 1
-        while said[-1] not in newlines and len(said) < limit:
-            guess = yield said[-1]
-            said.append(guess)
-        if asked[t]:
-            right.append(said == truth)
-        t = end                                           # read the true newline, or the true answer, next
-    while True:
-        yield None
-
-
-def show(row, task):
-    """One line about a row of `evaluate`."""
-    [stage] = parse_stages(row["stage"])
-    text = f"eval    {stage}: {row['accuracy']:.2%} right, the last answer {row['final']:.2%}"
-    if "kl" in row:
-        return f"{text}, KL {row['kl']:.4f} nats, loss {row['loss']:.3f}, floor {row['floor']:.3f}"
-    text += f" (chance {task.chance(stage):.1%})"
-    if "next_state" in row:
-        text += f"; given true states: {row['given_states']:.2%}, next state {row['next_state']:.2%}"
-    return text
-
-
-# ----------------------------------------------------------------------------------------------------------
-# The files of a run
-
-FORMAT = "state tracking 2"
-
-
-def write_atomically(path, write):
-    """write(file) elsewhere, then rename it: after a crash, path is the old file or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def save_checkpoint(path, cfg, task, model, optimizers, at):
-    checkpoint = {"format": FORMAT, "config": asdict(cfg), "lexemes": list(task.tokenizer.lexemes),
-                  "progress": at.saved(), "model": model.state_dict(),
-                  "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-    write_atomically(path, lambda file: torch.save(checkpoint, file))
-
-
-def load_checkpoint(path):
-    """-> the saved dict, on the CPU. `path` is a ckpt.pt or the folder that holds it."""
-    path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such checkpoint")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        ours = checkpoint["format"] == FORMAT and set(checkpoint["config"]) <= set(HELP)
-    except Exception:                                     # a broken file can raise anything
-        ours = False
-    if not ours:
-        raise ValueError(f"{path}: cut short, or no checkpoint of this version of train.py; give another")
-    return checkpoint
-
-
-def load_model(path, device="auto", **changes):
-    """-> cfg, task, stages and model of a run's folder or checkpoint, some settings changed."""
-    checkpoint = load_checkpoint(path)
-    cfg = replace(Config(**checkpoint["config"]), device=device, **changes)
-    check(cfg)
-    task, stages = build_task(cfg)
-    task.tokenizer = Tokenizer(checkpoint["lexemes"])
-    model = build_model(cfg, task, pick_device(cfg))
-    model.load_state_dict(checkpoint["model"])
-    return cfg, task, stages, model
-
-
-def find(cfg, overwrite):
-    """What is in a run's folder? -> "new", "finished", or the checkpoint to go on from."""
-    folder = run_folder(cfg)
-    if overwrite or not folder.exists():
-        return "new"
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {"metrics.csv", "ckpt.pt.tmp"}:
-        return "new"                                      # killed before its first checkpoint
-    if not (folder / "ckpt.pt").exists():
-        raise ValueError(f"{folder} exists and holds no run: choose another --out, or --overwrite")
-    saved = load_checkpoint(folder)
-    settings = asdict(Config(**saved["config"]))          # settings newer than the run: defaults
-    if any(settings[name] != value for name, value in asdict(cfg).items() if name not in UNNAMED):
-        raise ValueError(f"{folder} holds a run with other settings: choose another --out, or --overwrite")
-    return "finished" if (folder / "result.json").exists() else saved
-
-
-def open_metrics(path, steps):
-    """-> metrics.csv, open, and its csv writer. Rows later than the checkpoint's step are dropped."""
-    header = ",".join(COLUMNS) + "\n"
-    lines = path.read_text().splitlines(keepends=True) if steps else []
-    kept = "".join([header, *lines[1:steps + 1]])
-    write_atomically(path, lambda file: file.write(kept.encode()))
-    file = open(path, "a", newline="")
-    return file, csv.DictWriter(file, COLUMNS, lineterminator="\n")
-
-
-# ----------------------------------------------------------------------------------------------------------
 # One run
 
 class Progress:
@@ -777,6 +553,230 @@ def run(cfg, saved):
     line = json.dumps(result) + "\n"
     write_atomically(folder / "result.json", lambda file: file.write(line.encode()))
     return result, why
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Evaluation
+
+@torch.no_grad()
+def state_size(model, task, stage):
+    """Numbers that a model hands on from token to token, at a trace's end (an attention's cache grows)."""
+    tokens = torch.as_tensor(task.batch(0, "test", stage, 0, 1).tokens)
+    _, _, state = model(tokens.to(next(model.parameters()).device))
+    return sum(x.numel() for x in tensors(state))
+
+
+@lru_cache(maxsize=64)
+def held_out_batch(task, seed, stage, t, size):
+    """The same test traces are read again and again; functions made at random are slow to make."""
+    return task.batch(seed, "test", stage, t, size)
+
+
+def held_out_batches(task, stage, cfg, device):
+    """cfg.eval_samples test traces of a stage, in batches on the device."""
+    for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
+        size = min(cfg.batch_size, cfg.eval_samples - first)
+        yield to_device(held_out_batch(task, cfg.seed, stage, t, size), device)
+
+
+@torch.no_grad()
+def read(model, tokens, places, cfg):
+    """Read tokens (B, T) -> the hidden vectors (N, D) at places (B, T) bool, trace by trace. Memory does not
+    grow with the length, except for an attention's cache."""
+    state, hidden = None, []
+    with autocast(cfg, tokens.device):
+        for piece, here in zip(tokens.split(SEGMENT, 1), places.split(SEGMENT, 1)):
+            y, _, state = model(piece, state)
+            hidden.append(y[here])
+    segment = places.nonzero()[:, 1] // SEGMENT                       # sort into traces
+    by_segment = torch.cat(hidden)
+    by_trace = torch.empty_like(by_segment)
+    by_trace[segment.argsort(stable=True)] = by_segment
+    return by_trace
+
+
+def evaluate(model, task, stage, cfg):
+    """Accuracy on held-out traces of a stage. The model reads the true lines. With states in the text, it
+    writes the states itself, and reads on from what it wrote.
+
+    -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
+    nats an answer: "kl", from the exact predictive to the model's; "final_kl" and "kl_by_answer"; "loss", of
+    the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
+    With states in the text also, where all text before is true: "next_state", accuracy of whole states, and
+    "given_states", of answers; and "traces", for each [number of states, number before the first wrong one,
+    accuracy with its own states]."""
+    rows, nats, given, states, to_repeat = [], [], [], [], []
+    for batch in held_out_batches(task, stage, cfg, next(model.parameters()).device):
+        hidden = read(model, batch.tokens, to_write(batch), cfg)
+        with torch.no_grad(), autocast(cfg, hidden.device):
+            logits = model.head(hidden)
+        right = right_tokens(batch, logits)
+        rows += answers(task, batch, right)
+        if task.states == "text":
+            given += answers(task, batch, right | batch.state_in_text)
+            states += map(state_by_state, batch.state_in_text.tolist(), right.tolist())
+            to_repeat += zip(*(x.tolist() for x in batch[:4]))
+        if batch.predictive is not None:
+            target = batch.target[batch.asked]
+            nats.append(compare(logits, target, batch.predictive[batch.asked]).view(len(batch.asked), -1, 3))
+    with_error = [i for i, trace in enumerate(states) if not all(trace)]
+    for i, right in zip(with_error, on_its_own(model, task, [to_repeat[i] for i in with_error], cfg)):
+        rows[i] = right
+    rows = torch.stack(rows).double()                                 # (traces, answers)
+    by_answer = rows.mean(0)
+    row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
+           "by_answer": by_answer.tolist()}
+    if given:
+        first_right = [sum(itertools.takewhile(bool, trace)) for trace in states]
+        row["next_state"] = sum(map(sum, states)) / sum(map(len, states))
+        row["given_states"] = torch.stack(given).double().mean().item()
+        row["traces"] = list(map(list, zip(map(len, states), first_right, rows.mean(1).tolist())))
+    if nats:
+        kl, loss, floor = torch.cat(nats).unbind(-1)                  # each (traces, answers)
+        row.update(kl=kl.mean().item(), final_kl=kl[:, -1].mean().item(), loss=loss.mean().item(),
+                   floor=floor.mean().item(), kl_by_answer=kl.mean(0).tolist())
+    return row
+
+
+def state_by_state(is_state, right):
+    """is_state, right: T bools each, of a trace's targets -> [whether each state in its text is right]."""
+    found = []
+    for t, here in enumerate(is_state):
+        if here and not is_state[t - 1]:
+            found.append(True)
+        if here and not right[t]:
+            found[-1] = False
+    return found
+
+
+@torch.no_grad()
+def on_its_own(model, task, traces, cfg):
+    """Read the true lines of traces, but write their states and answers: greedily, token by token, all
+    traces at once. traces: [tokens, target, asked, state_in_text] each, as lists. -> [right (R,) bool]."""
+    device = next(model.parameters()).device
+    found, state = [[] for _ in traces], None
+    writers = [write_along(task, *trace, right) for trace, right in zip(traces, found)]
+    tokens = [next(writer) for writer in writers]
+    while any(token is not None for token in tokens):
+        with autocast(cfg, device):
+            here = torch.tensor([[token or PAD] for token in tokens], device=device)
+            hidden, _, state = model(here, state)
+            guesses = model.head(hidden[:, -1]).argmax(-1).tolist()
+        tokens = [writer.send(guess) for writer, guess in zip(writers, guesses)]
+    return [torch.tensor(right, device=device) for right in found]
+
+
+def write_along(task, tokens, target, asked, is_state, right):
+    """A generator that walks through one trace. It yields the next token to read; send(guess) gives it the
+    model's prediction of the token after that. For states, and for answers that end in a newline, it yields
+    the guesses, up to a newline or to twice the true length. It appends to `right` whether each answer was
+    right. After the end it yields None."""
+    newlines = task.tokenizer.newlines
+    t = 0
+    while t < len(tokens) and tokens[t] != PAD:
+        guess = yield tokens[t]
+        if not (asked[t] or is_state[t]):
+            t += 1
+            continue
+        end = (asked if asked[t] else is_state).index(False, t)
+        truth, said = target[t:end], [guess]
+        limit = 2 * len(truth) if truth[-1] in newlines else 1
+        while said[-1] not in newlines and len(said) < limit:
+            guess = yield said[-1]
+            said.append(guess)
+        if asked[t]:
+            right.append(said == truth)
+        t = end                                           # read the true newline, or the true answer, next
+    while True:
+        yield None
+
+
+def show(row, task):
+    """One line about a row of `evaluate`."""
+    [stage] = parse_stages(row["stage"])
+    text = f"eval    {stage}: {row['accuracy']:.2%} right, the last answer {row['final']:.2%}"
+    if "kl" in row:
+        return f"{text}, KL {row['kl']:.4f} nats, loss {row['loss']:.3f}, floor {row['floor']:.3f}"
+    text += f" (chance {task.chance(stage):.1%})"
+    if "next_state" in row:
+        text += f"; given true states: {row['given_states']:.2%}, next state {row['next_state']:.2%}"
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The files of a run
+
+FORMAT = "state tracking 2"
+
+
+def write_atomically(path, write):
+    """write(file) elsewhere, then rename it: after a crash, path is the old file or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_checkpoint(path, cfg, task, model, optimizers, at):
+    checkpoint = {"format": FORMAT, "config": asdict(cfg), "lexemes": list(task.tokenizer.lexemes),
+                  "progress": at.saved(), "model": model.state_dict(),
+                  "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    write_atomically(path, lambda file: torch.save(checkpoint, file))
+
+
+def load_checkpoint(path):
+    """-> the saved dict, on the CPU. `path` is a ckpt.pt or the folder that holds it."""
+    path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such checkpoint")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        ours = checkpoint["format"] == FORMAT and set(checkpoint["config"]) <= set(HELP)
+    except Exception:                                     # a broken file can raise anything
+        ours = False
+    if not ours:
+        raise ValueError(f"{path}: cut short, or no checkpoint of this version of train.py; give another")
+    return checkpoint
+
+
+def load_model(path, device="auto", **changes):
+    """-> cfg, task, stages and model of a run's folder or checkpoint, some settings changed."""
+    checkpoint = load_checkpoint(path)
+    cfg = replace(Config(**checkpoint["config"]), device=device, **changes)
+    check(cfg)
+    task, stages = build_task(cfg)
+    task.tokenizer = Tokenizer(checkpoint["lexemes"])
+    model = build_model(cfg, task, pick_device(cfg))
+    model.load_state_dict(checkpoint["model"])
+    return cfg, task, stages, model
+
+
+def find(cfg, overwrite):
+    """What is in a run's folder? -> "new", "finished", or the checkpoint to go on from."""
+    folder = run_folder(cfg)
+    if overwrite or not folder.exists():
+        return "new"
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {"metrics.csv", "ckpt.pt.tmp"}:
+        return "new"                                      # killed before its first checkpoint
+    if not (folder / "ckpt.pt").exists():
+        raise ValueError(f"{folder} exists and holds no run: choose another --out, or --overwrite")
+    saved = load_checkpoint(folder)
+    settings = asdict(Config(**saved["config"]))          # settings newer than the run: defaults
+    if any(settings[name] != value for name, value in asdict(cfg).items() if name not in UNNAMED):
+        raise ValueError(f"{folder} holds a run with other settings: choose another --out, or --overwrite")
+    return "finished" if (folder / "result.json").exists() else saved
+
+
+def open_metrics(path, steps):
+    """-> metrics.csv, open, and its csv writer. Rows later than the checkpoint's step are dropped."""
+    header = ",".join(COLUMNS) + "\n"
+    lines = path.read_text().splitlines(keepends=True) if steps else []
+    kept = "".join([header, *lines[1:steps + 1]])
+    write_atomically(path, lambda file: file.write(kept.encode()))
+    file = open(path, "a", newline="")
+    return file, csv.DictWriter(file, COLUMNS, lineterminator="\n")
 
 
 # ----------------------------------------------------------------------------------------------------------
