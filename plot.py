@@ -163,7 +163,7 @@ def nested():
 
 
 def lines(axes, curves):
-    """Per label of `nested` a line at the median over seeds, in a band from least to most; x is logarithmic."""
+    """Per label of `nested` a line at the median over seeds, in a band from least to most; x is log."""
     if not 0 < len(curves) <= len(LOOKS):
         raise ValueError(f"{len(curves)} curves: choose 1 to 5, by --models, and where to look by --at")
     for look, (name, points) in zip(LOOKS, curves.items()):
