@@ -2,10 +2,9 @@
 Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py curve out/deltanet-repl*                     accuracy while training
-    python plot.py headline out/deltanet-repl* --at 128x16      states by hand, and `positions`
+    python plot.py headline out/deltanet-repl* --at 128x16      by_hand's states; `positions`
     python plot.py positions out/deltanet-repl* --at 128x16     at each answer of a trace (P1 Fig. 4, left)
     python plot.py final out/deltanet-repl*                     at a trace's last answer (P1 Fig. 4, right)
-    python plot.py scores out/deltanet-repl*                    a row per model, a column per evaluated stage
     python plot.py ladder out/ladder/*                          a row per model, a column per group
     python plot.py spacing out/spacing/*                        read with sparser prints (P1 Fig. 3)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
@@ -25,10 +24,10 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py --all                                        every figure in assets/, from its table
 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
-names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues. What
-`horizon`, `heads` and `accuracy` measure is left in a .jsonl beside the picture, to draw it again from that.
-What `probe`, `automaton` and `belief` print is added to out/COMMAND.jsonl, one line per call.
-P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
+names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues.
+`horizon`, `heads` and `accuracy` also save their numbers to a .jsonl beside the picture, to redraw it. What
+`probe`, `automaton` and `belief` print is added to out/COMMAND.jsonl, one line per call. P1 is arXiv
+2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution". Not here: training.
 """
 import argparse
 import functools
@@ -125,7 +124,7 @@ def trained(result):
 
 
 def got_there(runs):
-    """Whether at least half of the seeds reached that stage."""
+    """Whether at least half of the seeds reached `trained`."""
     there = [result.get("stage_reached") == str(trained(result)) for result in runs]
     return np.mean(there) >= 0.5
 
@@ -141,12 +140,11 @@ def chance_of(result):
     return task_of(result).chance(trained(result))
 
 
-def evaluations(args, aside=()):
+def evaluations(args):
     """Yields label, result and row, for each row of each run's evaluation."""
-    for name, runs in load(args, aside).items():
-        seeds = {result["seed"] for result in runs}
-        if len(seeds) > 1:
-            name += f", {len(seeds)} seeds"
+    for name, runs in load(args).items():
+        seeds = len({result["seed"] for result in runs})
+        name += f", {seeds} seed{'s' if seeds > 1 else ''}"
         if not got_there(runs):
             name += f" (never got to {trained(runs[0])})"
         for result in runs:
@@ -163,9 +161,9 @@ def nested():
 
 
 def lines(axes, curves):
-    """Per label of `nested` a line at the median over seeds, in a band from least to most; x is log."""
+    """For each label, a line at the median over seeds, in a band from minimum to maximum; x is log."""
     if not 0 < len(curves) <= len(LOOKS):
-        raise ValueError(f"{len(curves)} curves: choose 1 to 5, by --models, and where to look by --at")
+        raise ValueError(f"{len(curves)} curves: choose 1 to 5 by --models, and the stage by --at")
     for look, (name, points) in zip(LOOKS, curves.items()):
         if points:
             x = sorted(points)
@@ -182,7 +180,7 @@ def finish(axes, x_label, y_label, title, chance=None, length=None):
     if chance:
         axes.axhline(chance, color="gray", linestyle=":", label="chance")
     if length:
-        axes.axvline(length, color="gray", label="the last stage of training")
+        axes.axvline(length, color="gray", label="trained up to here")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     return axes.figure
@@ -196,8 +194,8 @@ def doubling(axes, x):
 
 
 def tiles(cells, x_label, title):
-    """-> a coloured table. cells: {(row, column): [accuracy of each seed]}. It shows the median in %, below
-    it the range."""
+    """-> a coloured table. cells: {(row, column): [accuracy of each seed]}. A cell shows the median in %,
+    then the range."""
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells))
     figure, axes = plt.subplots(figsize=(9, 1 + len(rows) / 2))
     middle = np.full((len(rows), len(columns)), np.nan)
@@ -240,7 +238,7 @@ def positions(args):
 
 
 def draw_positions(axes, args):
-    """Over commands: at each power of 2, the mean accuracy of the answers since the power before."""
+    """At each power of 2 (in commands), the mean accuracy of answers since the power before."""
     [stage] = parse_stages(args.at)
     curves = nested()
     for name, result, row in evaluations(args):
@@ -265,15 +263,6 @@ def final(args):
                  f"Accuracy at the last print in %, chance {chance_of(result):.0%}")
 
 
-def scores(args):
-    """Accuracy at every evaluated stage."""
-    cells = defaultdict(list)
-    for name, result, row in evaluations(args):
-        cells[name, row["stage"]].append(row["accuracy"])
-    return tiles(cells, f"commands x spacing (trained to {trained(result)})",
-                 f"Accuracy in %, chance {chance_of(result):.0%}")
-
-
 HOLDS = {   # the groups that one layer can hold in theory, with exact arithmetic and enough width
     "deltanet": "Z2 S5swaps",                               # one reflection a token (2411.12537)
     "deltaproduct 2": "Z2 Z60 S5swaps S3 S4 A5",            # two make a rotation (2502.10297)
@@ -292,7 +281,9 @@ def ladder(args):
     found = defaultdict(list)
     for name, runs in load(args, aside=["group", "curriculum", "max_samples"]).items():
         for result in runs:
-            found[name, result["config"]["group"]].append(result)
+            layers = result["config"]["n_layer"]
+            row = f"{name}, {layers} layer{'s' if layers > 1 else ''}"
+            found[row, result["config"]["group"]].append(result)
     groups = sorted({group for _, group in found}, key="Z2 Z60 S5swaps S3 S4 A4xZ5 A5 S5".split().index)
     names = list(dict.fromkeys(name for name, _ in found))
     figure, axes = plt.subplots(figsize=(9, 1 + len(names) / 2))
@@ -319,10 +310,10 @@ def ladder(args):
     chance = {group: chance_of(runs[0]) for (_, group), runs in found.items()}
     axes.set_xticks(range(len(groups)), [f"{group}\nchance {chance[group]:.0%}" for group in groups])
     axes.set_yticks(range(len(names)), names)
-    legend = ("dark: 95 % in both; middle: in the shorter words; pale: in neither; white: not run\n"
-              "a square: in theory, one layer can hold it; [8]: the last stage that was passed")
-    return finish(axes, legend, "", "Which model learns which group? Accuracy in words of "
-                  f"{lengths[0]} and {lengths[1]} elements")
+    legend = (f"accuracy in words of {lengths[0]} elements (trained up to here), and of {lengths[1]}\n"
+              "dark: 95 % in both; middle: in the shorter words; pale: in neither; white: not run\n"
+              "square: in theory, one layer can hold it; [8]: training passed words of 8, not of 16")
+    return finish(axes, legend, "", "Which model learns which group?")
 
 
 def spacing(args):
@@ -340,27 +331,28 @@ def spacing(args):
 
 
 def nats(args):
-    """Hidden branches: KL from the exact predictive of an answer to the model's, over the length of traces.
-    Chance: a uniform prediction."""
+    """Hidden branches: KL from the exact predictive of an answer to the model's, over traces' length."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    titles = {"": "prints at random", "forced": "prints forced (P1 Fig. 10)"}
+    titles = {"": "random prints", "forced": "a swap that may happen, and never does (P1 Fig. 10)"}
     for axes, (kind, title) in zip(panels, titles.items()):
-        curves = nested()
+        curves, uniform = nested(), {}
         for name, result, row in evaluations(args):
             [stage] = parse_stages(row["stage"])
             if stage.kind == kind:
                 curves[name][stage.length].append(row["kl"])
-                chance = math.log(task_of(result).n_answers) - row["floor"]
+                uniform[stage.length] = math.log(task_of(result).n_answers) - row["floor"]
         lines(axes, curves)
+        axes.plot(uniform.keys(), uniform.values(), ":", color="gray", label="chance: a uniform guess")
         axes.set_yscale("log")
-        finish(axes, "lines of code", "KL to the exact predictive, nats an answer", title, chance,
-               trained(result).length)
-    axes.get_legend().remove()                              # it is in the other panel
-    figure.suptitle("How far is a model from the exact belief? 0 is perfect; chance: a uniform guess")
+        finish(axes, "lines of a trace", "KL from the exact belief, nats per print", title,
+               length=trained(result).length)
+        axes.get_legend().remove()
+    figure.suptitle("How far is a model from the exact belief? 0 is perfect")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-WAYS = ["not told", "not told, a curriculum", "told to a head", "told in the text"]
+WAYS = ["not told", "not told, a curriculum", "told by a head", "told in the text"]
 
 
 def way(result):
@@ -374,11 +366,11 @@ def way(result):
     return WAYS[1] if len(stages) > 1 or stages[0].kind else WAYS[0]
 
 
-def seen_until(result, accuracy=0.95):
-    """Traces seen when the held-out accuracy in the last stage first was so high, or None."""
+def seen_until_95(result):
+    """Traces seen when the held-out accuracy in the last stage first was 95 %, or None."""
     last = result["eval"][0]["stage"]
     return next((samples for samples, stage, right in result["held_out"]
-                 if stage == last and right >= accuracy), None)
+                 if stage == last and right >= 0.95), None)
 
 
 def samples(args):
@@ -387,7 +379,7 @@ def samples(args):
     runs = [result for group in load(args, aside=["curriculum", "states", "state_layer"]).values()
             for result in group]
     tasks = list(dict.fromkeys((result["task"], trained(result).length) for result in runs))
-    figure, [panels] = plt.subplots(1, len(tasks), figsize=(13, 4.5), squeeze=False, sharey=True)
+    figure, [panels] = plt.subplots(1, len(tasks), figsize=(11, 4.5), squeeze=False, sharey=True)
     for axes, (task, length) in zip(panels, tasks):
         here = [result for result in runs if (result["task"], trained(result).length) == (task, length)]
         names = list(dict.fromkeys(column(result) for result in here))
@@ -399,20 +391,21 @@ def samples(args):
             axes.plot([], **look, label=name)
             for result in here:
                 if way(result) == name:
-                    x, seen = names.index(column(result)) + aside, seen_until(result)
+                    x, seen = names.index(column(result)) + aside, seen_until_95(result)
                     axes.plot(x, seen or result["samples"], **look, fillstyle="full" if seen else "none")
                     if not seen:
                         end = result["eval"][0]["accuracy"]
                         axes.annotate(f"{end:.0%}", (x, result["samples"]), (0, -7), fontsize=8, ha="center",
                                       va="top", rotation=90, textcoords="offset points")
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_xticks(range(len(names)), names, fontsize=8)
         axes.set_xlim(-0.5, len(names) - 0.5)
         chance = chance_of(here[0])
-        finish(axes, "hollow: not reached; accuracy at the run's end", "traces until 95 % are right",
-               f"{task}, {length} lines (chance {chance:.0%})")
+        finish(axes, "model", "traces", f"{task}, {length} lines (chance {chance:.0%})")
         axes.get_legend().remove()
-    figure.suptitle("How many traces until 95 % of the answers are right? Lower is better")
+    figure.suptitle("Traces until 95 % of the answers are right. A marker is a run. "
+                    "Hollow: not reached, and the accuracy at its end")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
@@ -508,7 +501,7 @@ def one_run(args, traces):
 
 
 def one_model(args, traces, kind=torch.nn.Module):
-    """The same, of a repl run whose mixers are all of a kind."""
+    """`one_run`, but repl with mixers all of class `kind`."""
     cfg, task, model, stage = one_run(args, traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
@@ -522,7 +515,7 @@ def name_of(args):
 
 
 def measured(args, measure):
-    """What a .jsonl file holds; or what `measure` finds, left in a .jsonl beside the picture."""
+    """Read a .jsonl; or call `measure`, and save what it returns beside the picture."""
     if args.paths and args.paths[0].endswith(".jsonl"):
         found, *others = read_lines(args.paths[0])
         if others:
@@ -566,12 +559,13 @@ def measure_heads(args, traces=32):
             }
         mixer.beta = beta
         x, _ = block(x)
-    return {"chance": task.chance(stage), "heads": found}
+    last = trained({"task": cfg.task, "config": vars(cfg)})
+    return {"stage": str(stage), "trained": str(last), "chance": task.chance(stage), "heads": found}
 
 
 def heads(args):
     """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are
-    scaled down (6). In colour: the head that costs most."""
+    scaled down (6). In colour: the most needed head."""
     measures = measured(args, measure_heads)
     found, chance = measures["heads"], measures["chance"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
@@ -585,7 +579,8 @@ def heads(args):
         middle.plot(range(1, len(head["keys"]) + 1), head["keys"], **look)
         right.plot(SCALES, head["accuracy"], marker="o", **look)
     right.invert_xaxis()
-    figure.suptitle(f"Which head of {len(found)} tracks? In colour: the one that the model needs most")
+    figure.suptitle(f"Which head of {len(found)} tracks, in traces of {measures['stage']} (trained up to "
+                    f"{measures['trained']})? In colour: the one that the model needs most")
     finish(left, "share of tokens", "beta, at most", "Betas of each head")
     finish(middle, "principal components", "share of variance", "Keys of each head")
     return finish(right, "factor on the betas of one head", "accuracy on held-out traces",
@@ -611,8 +606,8 @@ def after_commands(task, model, traces):
 
 
 def states_after(task, lines, shift=0):
-    """-> the classes of what the variables hold after each line. With shift=1, the probe's control: relabel
-    commands to act on the next variable; same text, other states."""
+    """-> the classes of what the variables hold after each line. With shift=1 (the probe's control), commands
+    act on the next variable: wrong states for the text."""
     others = str.maketrans(task.names, task.names[shift:] + task.names[:shift])
     sources = [line.source for line in lines if line.source]
     sources = [source.translate(others) if is_command(source) else source for source in sources]
@@ -646,13 +641,17 @@ def fit(x, y):
     square = centred.T @ centred
     square += 0.1 * square.diagonal().mean() * torch.eye(len(square))
     weights = torch.linalg.solve(square, centred.T @ (one_hot - one_hot.mean(0)))
-    return lambda x: ((x - mean) @ weights + one_hot.mean(0)).view(len(x), *y.shape[1:], -1).argmax(-1)
+
+    def guess(x):
+        scores = (x - mean) @ weights + one_hot.mean(0)
+        return scores.view(len(x), *y.shape[1:], -1).argmax(-1)
+    return guess
 
 
 def probe(args, traces=128):
     """Can values be read off a frozen model, by a linear map that is fitted to training programs? From the
-    hidden vector at a command's end, and from the recurrent state. Two controls tell how much of it the map
-    works out itself: other states of the same text (2305.11169), and an untrained model."""
+    hidden vector at a command's end, and from the recurrent state. Two controls tell how much the map
+    computes itself: other states of the same text (2305.11169), and an untrained model."""
     cfg, task, model, stage = one_model(args, traces)
     untrained = build_model(cfg, task, torch.device("cpu"))
     found = {"of": name_of(args), "chance": task.chance(stage)}
@@ -682,9 +681,9 @@ def would_say(task, model, state, traces):
 
 def automaton(args, traces=256):
     """The automaton that a model behaves as. Its state after a command: what it would say if all variables
-    were printed then. A step is right if Python, from the values that the model would have said before the
-    command, gets those that it would say after it; so a step from a wrong state can be right, too."""
-    cfg, task, model, stage = one_model(args, traces)
+    were printed then. A step is right if Python turns the values that the model would say before the command
+    into those that it would say after; a step from a wrong state can be right."""
+    _, task, model, stage = one_model(args, traces)
     rng = random.Random(0)
     drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
     held = [states_after(task, lines) for lines in drawn]
@@ -692,7 +691,7 @@ def automaton(args, traces=256):
     for number, _, state in after_commands(task, model, drawn):
         now = would_say(task, model, state, traces).tolist()
         states.update(map(tuple, now))
-        for lines, old, new, was_right in zip(drawn, before, now, right[-traces:]):
+        for lines, old, new, was_right in zip(drawn, before, now, right[-traces:]):    # not at the first
             memory = dict(zip(task.names, old))
             run([lines[number].source], memory)
             steps.append(new == [memory[name] for name in task.names])
@@ -725,8 +724,8 @@ def belief(args, traces=64):
     for number, place in enumerate(places, 1):              # traces differ in digits only
         hidden, _, state = model(batch.tokens[:, start:place + 1], state)
         start, logits, exact = place + 1, model.head(hidden[:, -1]), batch.predictive[:, place]
-        mass *= exact.max().item()                          # what is printed has 1/2 or 1, the most likely
-        if number & (number - 1) and number < len(places):  # no power of 2, and not the last
+        mass *= exact.max().item()                          # P(printed value): 1/2 or 1, the largest
+        if math.log2(number) % 1 and number < len(places):  # no power of 2, and not the last
             continue
         kl = pfsa.compare(logits, batch.target[:, place], exact)[:, 0].mean()
         said = logits.softmax(-1)
@@ -746,8 +745,8 @@ def belief(args, traces=64):
 # How far a model will read, predicted from 64 commands
 #
 # After Chung et al. 2605.07755: tracking ends when the spread within a class is too large for the separation
-# of the classes. Here, of what the mixer reads from its state at a print; a class is a printed variable with
-# its value. One-layer models of repl only.
+# of the classes. Here, we take what the mixer reads at a print; a class is a printed variable with its value.
+# One-layer models of repl only.
 
 DEPTHS = [8, 16, 24, 32, 48, 64]
 
@@ -804,14 +803,13 @@ def spread_and_separation(model, task, commands, traces):
 
 @torch.no_grad()
 def measure_horizon(model, task, cfg, reads=1024, most=4096, traces=128):
-    """From prints after up to 64 commands, predict when accuracy falls below 90 %; and measure it. The
-    separation is taken to shrink by the same factor at each command, and the spread's square to grow by the
-    same amount."""
+    """From prints after up to 64 commands, predict when accuracy falls below 90 %; and measure it. We assume
+    that each command shrinks the separation by one factor, and adds one amount to the spread's square."""
     *spreads, right = zip(*(spread_and_separation(model, task, depth, reads) for depth in DEPTHS))
     spread, separation = np.array(spreads)
     factors = 2.0 ** np.arange(0, 40, 1 / 8)
     factor = next((factor for factor in factors if right[-1](factor) < 0.9), math.inf)
-    ratio = factor * spread[-1] / separation[-1]            # from which on less than 90 % would be right
+    ratio = factor * spread[-1] / separation[-1]            # above it, under 90 % are right
     shrinks, start = np.polyfit(DEPTHS, np.log(separation), 1)
     grows, first = np.polyfit(DEPTHS, spread ** 2, 1)
     if shrinks > 0:                                         # by chance
@@ -844,13 +842,13 @@ def falls(accuracy):
 
 
 def one_layer(path):
-    """-> cfg, task and model of a run; of "by_hand", models.by_hand, where each swap rounds."""
+    """-> cfg, task and model of a run, or models.by_hand with places=1, where swaps round."""
     if path == "by_hand":
         task = Repl(moves="swap")
         return Config(moves="swap"), task, by_hand(task, places=1)
     cfg, task, _, model = load_model(path, device="cpu")
     if cfg.task != "repl" or cfg.n_layer > 1 or not hasattr(model.blocks[0].mixer, "scan"):
-        raise ValueError(f"horizon: {path} is not of repl with one layer, whose mixer has a scan")
+        raise ValueError(f"horizon: {path} must be repl, one layer, a mixer with a scan")
     return cfg, task, model
 
 
@@ -864,15 +862,16 @@ def horizon(args):
             cfg, task, model = one_layer(path)
             rows.append({"of": path, **measure_horizon(model, task, cfg)})
         Path(args.save).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    axes = plt.subplots()[1]
+    axes = plt.subplots(figsize=(9, 4.5))[1]
     for row, look in zip(rows, LOOKS):                      # of the first five
         commands, accuracy = zip(*row["accuracy"])
         axes.plot(commands, accuracy, **look, label=Path(row["of"]).name)
         if row["predicted"]:                                # else: not within 10^9 commands
             axes.scatter(row["predicted"], 0.9, s=300, color=look["color"], marker="*", zorder=3)
     doubling(axes, [64, 128, 256, 512, 1024, 2048, 4096])
+    axes.axvline(64, color="gray", label="all that predictions know;\ntrained up to here (carried: 4,096)")
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
-                  "Without a print, states fade. Stars: where 90 % was predicted", 0.2, 64)
+                  "Without a print, states fade. Stars: where 90 % was predicted", 0.2)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -881,10 +880,10 @@ def horizon(args):
 SCHEMES = ["no division by |k|^2", "state read in bf16", "Neumann inverse", "beta / |k|^2 first"]
 
 
-def scheme(q, k, v, beta, state, name, C=16):
+def scheme(q, k, v, beta, state, name):
     """The state after these steps, as kernels.py computes it, with the one change that `name` says. T is a
-    multiple of C, B is 1, q is not used. -> None, state, as `delta_rule` returns them."""
-    heads = state.shape[1]
+    multiple of 16, B is 1, q is not used. -> None, state, as `delta_rule` returns them."""
+    heads, C = state.shape[1], 16
     k, v, beta = (kernels.to_chunks(x.float(), C) for x in (k, v, beta[..., None]))
     KK, eye = k @ k.mT, torch.eye(C)
     norm2 = KK.diagonal(dim1=-2, dim2=-1)[..., None]
@@ -925,21 +924,22 @@ def accuracy(args):
         axes.set_ylim(1e-7, 1e2)
         axes.set(xlabel="steps at eigenvalue -1", ylabel="relative error of the state", title=f"keys: {kind}")
     every[0].legend()
-    figure.suptitle(found["of"])
+    figure.suptitle(f"What rounding does to the state: {found['of']}")
     return figure
 
 
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = [curve, headline, positions, final, scores, ladder, spacing, nats, samples, lengths, filters,
+# A command returns a figure, or a dict that is added to a table.
+COMMANDS = [curve, headline, positions, final, ladder, spacing, nats, samples, lengths, filters,
             horizon, heads, probe, automaton, belief, accuracy]
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
     "final": "final assets/final.jsonl",
     "spacing": "spacing assets/spacing.jsonl",
     "ladder": "ladder assets/ladder.jsonl",
-    "nats": "nats assets/belief.jsonl --models deltanet,gru,ssm,transformer",
+    "nats": "nats assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
     "samples": "samples assets/told.jsonl",
     "lengths": "lengths assets/lengths.jsonl",
     "horizon": "horizon assets/horizon.jsonl",
@@ -956,7 +956,7 @@ def main(argv=None):
     commands = {f.__name__: f for f in COMMANDS}
     parser.add_argument("command", nargs="?", choices=commands, metavar="command")
     parser.add_argument("paths", nargs="*", help="folders of finished runs, or .jsonl files")
-    parser.add_argument("--at", default="128x16", help="the stage, where one is asked for [128x16]")
+    parser.add_argument("--at", default="128x16", help="the stage, if a command has one [128x16]")
     parser.add_argument("--models", help="only these, as deltanet,lstm")
     parser.add_argument("--hide", help="a setting that labels leave out, as learning_rate")
     parser.add_argument("--save", help="the picture: .png, .svg, .pdf [out/COMMAND.png]")
