@@ -1,8 +1,8 @@
 """
 The tasks. A task is a few lines of Python that write lines of Python, and Python itself executes them.
 
-So what a `print` shows, and what memory holds after a line, is Python's own word. One function, `run`,
-executes the lines; one method, `to_batch`, makes arrays of them. (Except `group`: its tokens are no text.)
+So what a `print` shows, and what memory holds after a line, comes from Python. One function, `run`, executes
+the lines; one method, `to_batch`, makes arrays of them. (Not for `group`, whose tokens are not text.)
 
   repl       Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
              also "breakpoints" (prints at random lines), "inverse" (who held it at the start? P1 Figure 7)
@@ -14,21 +14,23 @@ executes the lines; one method, `to_batch`, makes arrays of them. (Except `group
   pfsa, trap REPL traces with hidden branches (P1 section 5): in pfsa.py
 
 Words. A *program* is lines of source; a *command* is a line that changes variables. A *trace* is a program
-and what it prints. *Answers* are what prints show, and what stands after == in an assert. The *state* is what
-memory holds after a line; a state of fixed size has *slots*, each one of a few classes. A *stage* LxS is one
-step of a curriculum: L commands or lines, and a print after every S-th command.
+and what it prints. *Answers* are the last words of printed lines, and what follows == in an assert. The
+*state* is what memory holds after a line; a state of fixed size has *slots*, each with a few classes. A
+*stage* LxS is one part of a curriculum: L commands or lines, and a print after every S-th command.
 Symbols: B batch, T tokens, L length, S spacing, n variables.
 
 Held out: a program whose text has a hash of 0 modulo 8 is a test program, never trained on; all others are
-training programs. (Of a function's trace, the text is that of the lines that ran.) A batch is a pure function
-of (seed, split, stage, t): nothing is stored, and worker processes may make it.
+for training. (For a function's trace, only the lines that ran are hashed.) A batch depends only on (seed,
+split, stage, its number t, size): nothing is stored, and worker processes can make it.
+
+On a first reading, stop at "trace": the second half of the file turns functions into traces.
 
 Look at samples:   python data.py
                    python data.py arith --digits 2 --stage 4
 Unroll functions:  python data.py trace --file calls.jsonl --out traces.jsonl --allow-exec
 
 P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs". P2 is "Grounding Code
-Understanding in Step-by-Step Execution". Not here: downloads; torch (arrays are numpy's).
+Understanding in Step-by-Step Execution". No downloads here, and no torch: arrays are numpy's.
 """
 import argparse
 import ast
@@ -65,7 +67,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Tokenizer: the 256 bytes, and pieces of Python that would otherwise cost several tokens
 
 PAD = 0                                             # the byte NUL, after the end of a trace
-ASKED, STATE = 1, 2                                 # marks of tokens: of an answer, of a state in the text
+ASKED, STATE = 1, 2                                 # token marks: in an answer; in a state in the text
 LEXEMES = (
     ">>> ", "print('", "', ", ")\n", " = ", ", ",                                           # repl
     "assert ", " == ", " ^= ", " + ", " - ", "a[", "], a[", "] = a[", "  # ",               # programs
@@ -110,9 +112,9 @@ class Tokenizer:
 class Line(NamedTuple):
     """A line of a trace."""
     source: str                   # what was executed; "" for a line that was printed
-    text: str                     # what stands in the trace, with prompt and newline
-    answer: str                   # the end of the text that a model is asked for; "" if it is asked nothing
-    state: object = None          # what `see` returned after it
+    text: str                     # its line in the trace, with prompt and newline
+    answer: str                   # the end of `text`, which a model must predict; "" if none
+    state: object = None          # `see(memory)` after the line
 
 
 @lru_cache(maxsize=100_000)
@@ -123,7 +125,7 @@ def compiled(source):
 def run(program, memory, prompt="", see=None):
     """Execute a program's lines one by one in `memory`, a flat namespace. -> list of Lines, prints included.
 
-    program: an iterable of source lines; a generator may look at `memory` before it yields the next one.
+    program: an iterable of source lines; a generator may read `memory` before each line.
     see(memory): the state to record after a line. An answer is a printed line's last word, or what stands
     after == in an assert."""
     lines, printed = [], []
@@ -152,7 +154,7 @@ class Stage(NamedTuple):
 
 
 def parse_stages(text):
-    """'8x1 16x2' -> [Stage(8, 1), Stage(16, 2)]. Raises ValueError for what is no stage."""
+    """'8x1 16x2' -> [Stage(8, 1), Stage(16, 2)]. Raises ValueError for a bad stage."""
     stages = []
     for word in text.split() or [text]:
         match = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?(?::(\w+))?", word)
@@ -169,11 +171,11 @@ class Batch(NamedTuple):
     tokens: np.ndarray                    # (B, T) int64: what a model reads, PAD after a trace's end
     target: np.ndarray                    # (B, T) int64: what comes next, PAD if nothing does
     asked: np.ndarray                     # (B, T) bool: the target is part of an answer
-    state_in_text: np.ndarray             # (B, T) bool: ... of a state in the text, or the newline after it
+    state_in_text: np.ndarray             # (B, T) bool: the target is in a state in the text, or ends it
     line_end: np.ndarray                  # (B, T) bool: the last token of a line
-    state: np.ndarray | None = None       # (B, T, slots) int64: the state after that line, -1 if undefined
-    state_tokens: np.ndarray | None = None  # (B, lines, W) int64: its text as tokens, PAD if there is none
-    belief: np.ndarray | None = None      # (B, T, m) float32: pfsa, what can be known of the state
+    state: np.ndarray | None = None       # (B, T, slots) int64: the state at line ends, -1 if undefined
+    state_tokens: np.ndarray | None = None  # (B, lines, W) int64: each state's text as tokens, or PAD
+    belief: np.ndarray | None = None      # (B, T, m) float32: pfsa: P(state | the text so far)
     predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, the exact chances of n answers
 
 
@@ -187,9 +189,9 @@ def pad(rows, value=PAD):
 
 @lru_cache(maxsize=100_000)
 def encode_line(tokenizer, text, end, mark):
-    """-> a line's tokens, and a mark for each. `end` is the last part of the line, with or without its
-    newline: its tokens have `mark`, all others 0. Cached, as most tasks repeat the same lines."""
-    start = len(text.rstrip("\n")) - len(end.rstrip("\n")) if end else len(text)
+    """-> a line's tokens, and a mark for each: `mark` for those of `end` (the line's last part, with or
+    without the newline), 0 for others. Cached, as most tasks repeat the same lines."""
+    start = text.rindex(end) if end else len(text)
     before, marked = tokenizer.encode(text[:start]), tokenizer.encode(text[start:start + len(end)])
     after = tokenizer.encode(text[start + len(end):])
     marks = [0] * len(before) + [mark] * len(marked) + [0] * len(after)
@@ -205,34 +207,34 @@ class Task:
 
     states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
     head. "transformer" or "contrastive": as text, by that state head. "text": in comments in the trace.
-    "auto": linear if there are slots, else transformer. Other keywords have train.py's names; `settings`
-    lists them. Raises ValueError for bad ones."""
+    "auto": linear if there are slots, else transformer. `settings` lists the other keywords, named as in
+    train.py. Raises ValueError for bad values."""
     prompt = ""
     curriculum = "8x1"
-    whole = False                 # True: a trace has one answer, of several tokens, right if all of them are;
-                                  # else answers are single tokens, equally many in each trace of a stage
-    stage_samples = 0             # not 0: pass each stage after this many traces
+    whole = False                 # True: one answer per trace, of several tokens, which must all be right;
+                                  # False: answers of one token, equally many in each trace of a stage
+    stage_samples = 0             # not 0: a stage ends after this many traces
     settings = ()
     n_slots = n_classes = 0
 
     def __init__(self, states="auto", tokenizer=None):
-        self.states = self.usual_states if states == "auto" else states
+        self.states = self.default_states if states == "auto" else states
         self.tokenizer = tokenizer or Tokenizer()
         if self.states == "linear" and not self.n_slots:
             raise ValueError("--states linear: this task's states are text; give transformer or contrastive")
 
     @property
-    def usual_states(self):
+    def default_states(self):
         return "linear" if self.n_slots else "transformer"
 
     def program(self, rng, stage, memory):
-        """Yield source lines. rng: a random.Random; memory: what Python holds just then. Yours to write."""
+        """Yield source lines. rng: a random.Random; memory: what it holds now. You write this method."""
 
     def slots(self, memory):
-        """The state as n_slots classes out of n_classes, -1 where there is none yet. Yours, too."""
+        """The state as n_slots classes out of n_classes, -1 where a slot is not set yet. Yours, too."""
 
     def check(self, stage):
-        """Raise ValueError if the task has no such stage. Here: L, or L:M for programs of M to L lines."""
+        """Raise ValueError for a bad stage. Here: LxS; L or L:M if `whole`, for programs of M to L lines."""
         L, S, M = stage
         if self.whole and S != 1:
             raise ValueError(f"stage {stage}: a program asks once, at its end, so write {L}")
@@ -240,7 +242,7 @@ class Task:
             raise ValueError(f"stage {stage}: write {L}:M for programs of M to {L} lines")
 
     def beyond(self, last):
-        """The stages to evaluate after training: `last`, then harder ones."""
+        """The stages to evaluate after training: LxS, and twice as long."""
         return [Stage(last.length, last.spacing), Stage(2 * last.length, last.spacing)]
 
     def chance(self, stage, programs=1000):
@@ -267,15 +269,15 @@ class Task:
             program = "\n".join(line.source for line in lines)
             if is_test(program) == (split == "test"):
                 return lines
-        raise ValueError(f"stage {stage} has too few programs, none of 1,000 is for {split}: make it longer")
+        raise ValueError(f"stage {stage} has too few programs: none of 1,000 is for {split}; make it longer")
 
-    def comment(self, line):
-        """With states as text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
-        if self.states != "text" or not line.source or not line.state or line.answer:
-            return line.text
-        if line.source.startswith("print"):
-            return line.text
-        return f"{line.text[:-1]}  # {line.state}\n"
+    def text_of(self, line):
+        """A line as it stands in the trace. With states as text, `a, b = b, a` becomes
+        `a, b = b, a  # a=1, b=3`."""
+        changes_state = line.source and not line.answer and not line.source.startswith("print")
+        if self.states == "text" and changes_state and line.state:
+            return f"{line.text[:-1]}  # {line.state}\n"
+        return line.text
 
     def batch(self, seed, split, stage, t, size):
         """Batch number t of a stage: `size` traces of a split. The same arguments give the same batch."""
@@ -286,8 +288,9 @@ class Task:
         """Lines -> a trace's tokens, their marks (0, ASKED or STATE), and where lines end."""
         tokens, marks, ends = [], [], []
         for line in lines:
-            text, end, mark = self.comment(line), line.answer, ASKED
-            if text != line.text:                                       # the state is in its text
+            text, end, mark = self.text_of(line), line.answer, ASKED
+            has_state = text != line.text
+            if has_state:
                 end, mark = f"{line.state}\n", STATE
             elif line.answer and self.whole:
                 end = f"{line.answer}\n"
@@ -302,7 +305,7 @@ class Task:
     def to_batch(self, traces):
         """Lists of Lines -> Batch."""
         tokens, marks, ends = zip(*map(self.encode, traces))
-        tokens, marks = pad(tokens), np.roll(pad(marks), -1, 1)         # of the target, not of the token
+        tokens, marks = pad(tokens), np.roll(pad(marks), -1, 1)         # a mark describes the target
         target = np.roll(tokens, -1, 1)
         target[:, -1] = PAD
         line_end, state = np.zeros(tokens.shape, bool), np.full((*tokens.shape, self.n_slots), -1)
@@ -319,12 +322,13 @@ class Task:
 
     def state_tokens(self, traces):
         """-> (B, lines, W) int64: the state's text, and a newline, after each line of each trace."""
-        most = max(map(len, traces))
+        longest = max(map(len, traces))
         rows = []
         for lines in traces:
-            texts = [f"{line.state}\n" if line.state else "" for line in lines] + [""] * (most - len(lines))
+            texts = [f"{line.state}\n" if line.state else "" for line in lines]
+            texts += [""] * (longest - len(lines))
             rows += [encode_line(self.tokenizer, text, "", 0)[0] for text in texts]
-        return pad(rows).reshape(len(traces), most, -1)
+        return pad(rows).reshape(len(traces), longest, -1)
 
 
 def is_test(program):
@@ -340,10 +344,10 @@ def is_test(program):
 class Repl(Task):
     """REPL traces: n assignments, then L commands, and after every S-th a print of one random variable.
 
-    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, only M random
-    ones move), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4
-    64x8; ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so
-    that values are digits."""
+    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, it permutes M
+    random ones), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4 64x8; ours
+    starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so that values
+    are digits."""
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"
     settings = ("n_vars", "moves")
@@ -355,7 +359,7 @@ class Repl(Task):
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
-        if n_vars > 2:                                    # two have too few programs in short stages
+        if n_vars > 2:                                    # n = 2: too few programs in short stages
             self.curriculum = " ".join([*easier, self.curriculum])
         else:
             self.curriculum = "8x1 16x2 32x4 64x8"
@@ -430,9 +434,9 @@ class Breakpoints(Repl):
 
 
 class Inverse(Repl):
-    """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A check, which
-    never exits, tells what one variable holds now; then a print asks where this value was at first. So the
-    state is, for each variable, where its value was."""
+    """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A line like
+    `if a != 3: exit()` shows that a holds 3; then a print asks who held 3 at first. So the state is, for each
+    variable, who first held its value."""
 
     def start(self, rng, memory):
         memory["start"] = rng.sample(range(1, self.n_vars + 1), self.n_vars)
@@ -457,7 +461,7 @@ class Parity(Task):
 
     def program(self, rng, stage, memory):
         yield f"p = {rng.randrange(2)}"
-        for _ in range(length_of(rng, stage) - 1):
+        for _ in range(draw_length(rng, stage) - 1):
             yield f"p ^= {rng.randrange(2)}"
         yield f"assert p == {memory['p']}"
 
@@ -482,7 +486,7 @@ class ListPerm(Task):
 
     def program(self, rng, stage, memory):
         yield f"a = {rng.sample(range(1, self.n_vars + 1), self.n_vars)}"
-        for _ in range(length_of(rng, stage)):
+        for _ in range(draw_length(rng, stage)):
             i, j = sorted(rng.sample(range(self.n_vars), 2))
             yield f"a[{i}], a[{j}] = a[{j}], a[{i}]"
         yield f"assert a == {memory['a']}"
@@ -497,9 +501,9 @@ class ListPerm(Task):
 class Arith(Task):
     """Sums and differences, sampled backwards from the answer (P2 appendix C).
 
-    Each line assigns to a variable that a later line reads. Each operand is, equally likely, a number, a
-    variable that is needed already, or a new one. Unlike in P2, a line before which no variable would be
-    needed is drawn again. The first line gives numbers to all variables that are still needed."""
+    Each line assigns to a variable that a later line reads. An operand is a number, a variable needed
+    already, or a new variable, equally likely. Unlike in P2, a line that leaves no variable needed is drawn
+    again. The first line gives numbers to all variables that are still needed."""
     curriculum = "4"
     whole = True
     settings = ("digits",)
@@ -511,9 +515,9 @@ class Arith(Task):
         super().__init__(**others)
 
     def program(self, rng, stage, memory):
-        length = length_of(rng, stage)
+        length = draw_length(rng, stage)
         needed = ["a"]                                     # variables that a later line reads
-        new_names = sorted(LETTERS[1:], reverse=True)      # y takes the last, x the one before
+        new_names = sorted(LETTERS[1:], reverse=True)      # a new y is [-1], a new x is [-2]
         lines = []                                         # the last one first
         while len(lines) < length:
             target = rng.choice(needed)
@@ -541,8 +545,8 @@ class Arith(Task):
         return [Stage(length) for length in (last.length, 2 * last.length) if length <= 12]
 
 
-def length_of(rng, stage):
-    """Lines of a program: L, or at random M to L in a stage L:M, which is P2's curriculum."""
+def draw_length(rng, stage):
+    """A program's length: L, or in a stage L:M (P2's curriculum) random, M to L."""
     return rng.randint(int(stage.kind), stage.length) if stage.kind else stage.length
 
 
@@ -564,15 +568,16 @@ GROUPS = {  # name: generators
     "S3": [permutation(3, (0, 1)), permutation(3, (0, 1, 2))],
     "S4": [permutation(4, (0, 1)), permutation(4, (0, 1, 2, 3))],
     "A4xZ5": [permutation(9, (0, 1, 2)), permutation(9, (1, 2, 3)), permutation(9, (4, 5, 6, 7, 8))],
-    "A5": [permutation(5, (0, 1, 2)), permutation(5, (0, 1, 2, 3, 4))],  # the smallest unsolvable one
+    "A5": [permutation(5, (0, 1, 2)), permutation(5, (0, 1, 2, 3, 4))],  # smallest non-solvable group
     "S5": [permutation(5, (0, 1)), permutation(5, (0, 1, 2, 3, 4))],
     "S5swaps": [permutation(5, pair) for pair in combinations(range(5), 2)],   # S5, but words hold only swaps
 }
 
 
 def closure(generators):
-    """Generators -> all their products, sorted, and mul[i][j], the number of "element i, then j"."""
-    elements = frontier = {tuple(range(len(generators[0])))}
+    """Generators -> all their products, sorted, and mul[i][j], the index of "i, then j"."""
+    identity = tuple(range(len(generators[0])))
+    elements = frontier = {identity}
     while frontier:
         frontier = {tuple(g[x] for x in e) for e in frontier for g in generators} - elements
         elements = elements | frontier
@@ -589,12 +594,12 @@ class Group(Task):
     `spell` of them: part p of element i is the token 257 + p n + i, where the group has n elements. The
     product is asked after the last part; if it is element i, the answer is the token 257 + i. By default
     there is no state head, as the answers are the states. In a stage L:M, words have only elements that move
-    at most M points: the alphabet grows. One trace of a batch is 32 // L words of length L, at least one: so
-    the batches of all stages up to 32 are about equally large."""
+    at most M points: the alphabet grows. A batch has 32 // L words (at least one) for each trace, so that the
+    batches of all stages up to 32 are about equally large."""
     curriculum = "8 16 32"
     settings = ("group", "spell")
     n_slots = 1
-    usual_states = "none"
+    default_states = "none"
 
     def __init__(self, group="S5", spell=1, **others):
         self.spell = spell
@@ -641,9 +646,10 @@ class Group(Task):
         parts = self.n_classes * np.arange(self.spell)
         tokens = 257 + np.array(words)[..., None] + parts               # (words, L, spell)
         product = np.array(list(map(self.products, words)))[..., None]  # (words, L, 1)
-        asked = tokens >= 257 + parts[-1]                               # at an element's last part
-        target, state = row(PAD, np.where(asked, 257 + product, PAD)), row(-1, np.where(asked, product, -1))
-        asked = row(False, asked)
+        last = np.arange(self.spell) == self.spell - 1                  # an element's last part is asked
+        asked = row(False, np.broadcast_to(last, tokens.shape))
+        target = row(PAD, np.where(last, 257 + product, PAD))
+        state = row(-1, np.where(last, product, -1))
         return Batch(row(256, tokens), target, asked, np.zeros_like(asked), asked, state=state[..., None])
 
     def check(self, stage):
@@ -668,12 +674,12 @@ class Group(Task):
 #     return n            x = next(forloop0)  ...  assert (n) == 3
 #
 # Python itself runs the function. Hooks in its syntax tree write down each statement that has run, and the
-# locals after it, so control flow, scopes, try, with and match are Python's. Then the trace runs line by line
-# in one flat namespace. A trace whose states differ from the function's is rejected. That happens, for one,
-# if a helper reads a global and the function has a local of that name.
+# locals after it, so Python does control flow, scopes, try, with, match. Then the trace runs line by line
+# in one flat namespace. A trace whose states differ from the function's is rejected. Example: a helper reads
+# a global whose name is also a local's.
 
 class Rejected(BaseException):
-    """Why a function has no trace. Not an Exception, which the function might catch."""
+    """Why a function has no trace. Not an Exception: the function could catch it."""
 
 
 def literal(x, inside=()):
@@ -685,7 +691,7 @@ def literal(x, inside=()):
         return repr(x) if x - x == 0 else None                            # inf and nan have no literal
     if kind not in (list, tuple, set, dict) or id(x) in inside:
         return None
-    rows = x.items() if kind is dict else zip(x)
+    rows = x.items() if kind is dict else [(item,) for item in x]
     rows = [[literal(item, (*inside, id(x))) for item in row] for row in rows]
     if any(None in row for row in rows):
         return None
@@ -694,12 +700,12 @@ def literal(x, inside=()):
         return "{" + ", ".join(sorted(items)) + "}" if items else "set()"
     if kind is tuple and len(items) == 1:
         return f"({items[0]},)"
-    left, right = repr(kind())
+    left, right = {list: "[]", tuple: "()", dict: "{}"}[kind]
     return left + ", ".join(items) + right
 
 
 def literals(names):
-    """{name: value} -> {name: literal}, without functions, iterators, modules, objects: they have none."""
+    """{name: value} -> {name: literal}, without functions, modules, objects: they have no literal."""
     found = {name: literal(value) for name, value in names.items()}
     return {name: text for name, text in found.items() if text is not None}
 
@@ -722,7 +728,7 @@ class Tracer(ast.NodeTransformer):
         self.parameters, self.shared = "", set()                          # shared: names declared global
 
     def text(self, node):
-        """A node's source text. If it spans lines, ast.unparse writes it anew, as it may be indented."""
+        """A node's source; by ast.unparse if it has several lines, decorators, or is a :=."""
         text = ast.get_source_segment(self.source, node)
         decorated = getattr(node, "decorator_list", [])
         bare = isinstance(node, ast.NamedExpr)
@@ -789,7 +795,7 @@ class Tracer(ast.NodeTransformer):
         if self.why:
             raise Rejected(self.why)
         self.left[what] -= n
-        for what, left in self.left.items():                  # all: it may have caught the last Rejected
+        for what, left in self.left.items():                  # all, as the code may catch a Rejected
             if left < 0:
                 raise Rejected(f"more than {self.limits[what]} {what}")
 
@@ -812,7 +818,7 @@ class Tracer(ast.NodeTransformer):
         return value
 
     def test(self, value, text, names):
-        """A condition is a line only if it changes something."""
+        """A condition is a line only if it changes a local."""
         value = bool(value)
         if self.literals(names) != (self.states[-1] if self.states else {}):
             self.line(None, text, names)
@@ -854,7 +860,7 @@ def unroll(call):
         raise Rejected("no function")
     function = functions[name]
     scope = {"__name__": "trace", "_tracer": tracer, "_locals": locals}
-    control = {"__name__": "trace"}                                       # where no hooks will be
+    control = {"__name__": "trace"}                                       # the same, without hooks
     for names in scope, control:
         exec(source, names)
     code = getattr(scope[name], "__code__", None)
@@ -874,9 +880,9 @@ def unroll(call):
     if call.get("output") and value != eval(call["output"], scope):
         raise Rejected("its output is not what the row says")
     replay(around, tracer.lines, tracer.states, last, tracer.shared, tracer.end)
-    trace, steps = [*around, *tracer.lines, last], len(tracer.lines) - bool(tracer.parameters)
+    steps = len(tracer.lines) - (1 if tracer.parameters else 0)           # the arguments' line is no step
     return {"id": call["id"], "source": source, "call": called, "output": output,
-            "trace": "\n".join(trace), "states": tracer.states, "steps": steps}
+            "trace": "\n".join([*around, *tracer.lines, last]), "states": tracer.states, "steps": steps}
 
 
 def names_in(node):
@@ -886,7 +892,7 @@ def names_in(node):
 def replay(around, lines, states, last, shared, end):
     """Run a trace. Raises Rejected if its states differ from `states`; errors of a line pass through."""
     memory = {"__name__": "trace", "__annotations__": {}, "__warningregistry__": {}}
-    memory["print"] = print                                               # the real one: `run`'s adds lines
+    memory["print"] = print                                               # Python's own: run's adds Lines
     run(around, memory)
     others = shared.union(memory)                                         # not the function's variables
     for line, state in zip([*lines, last], [*states, end]):
@@ -906,11 +912,11 @@ def split_trace(row):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Code from files runs in a process of its own, with limits, in a folder that is removed (files elsewhere are
-# not). This limits accidents. It is no protection against attacks.
+# Code from files runs in its own process, with limits, in a temporary folder (files that it writes elsewhere
+# stay). This helps against accidents. It is no protection against attacks.
 
 def evaluate(around, answer, lines, result):
-    """Run a program, `__answer__ = answer`, and lines -> {"literal": of the result}."""
+    """Run `around`, set `__answer__`, run `lines` -> {"literal": of `result`}."""
     memory = {"__name__": "trace", "print": print}
     run(around, memory)
     memory["__answer__"] = eval(answer, dict(memory))                        # `:=` in it changes nothing else
@@ -919,7 +925,7 @@ def evaluate(around, answer, lines, result):
 
 
 def work(do, job, seconds):
-    """Do a job, limited. -> what it returns, or {"reason"}. No descriptor of ours stays open."""
+    """Do a job within limits. -> its result, or {"reason"}. Descriptors 0, 1 and 2 become os.devnull."""
     forbidden = ("os.fork", "os.posix_spawn", "os.spawn", "os.system", "os.exec", "os.kill", "subprocess",
                  "socket", "ctypes")
 
@@ -953,7 +959,7 @@ def serve(seconds):
                     Path(folder, ".answer").write_text(json.dumps(work(*json.loads(line), seconds)))
                 finally:
                     os._exit(0)
-            late = os.waitpid(pid, 0)[1] == signal.SIGALRM
+            late = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
             answer = {"reason": f"more than {seconds} s" if late else "it ends its process"}
             with contextlib.suppress(OSError, ValueError):
                 answer = json.loads(Path(folder, ".answer").read_bytes())
@@ -961,7 +967,7 @@ def serve(seconds):
 
 
 class Child:
-    """`serve` in another process, its strings hashed by `seed`. Raises ValueError on Windows."""
+    """`serve` in another process with PYTHONHASHSEED `seed`. Raises ValueError on Windows."""
 
     def __init__(self, seed, seconds=3):
         if not resource:
@@ -1003,7 +1009,7 @@ class Child:
 def new_file(path, overwrite):
     if os.path.exists(path) and not overwrite:
         raise ValueError(f"{path} exists: choose another --out, or --overwrite it")
-    return open_file(path, "w", buffering=1)                              # whole lines, whatever happens
+    return open_file(path, "w", buffering=1)                              # write line by line
 
 
 def open_file(path, mode="rb", **how):
@@ -1054,8 +1060,8 @@ def unroll_twice(call, one, other):
 def write_traces(path, out, overwrite=False, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl.
 
-    -> exit code, 130 after Ctrl-C: both files are whole then, too. Raises ValueError."""
-    rejected, why, code = os.path.splitext(out)[0] + ".rejected.jsonl", Counter(), 0
+    -> exit code; after Ctrl-C 130, and both files are whole. Raises ValueError."""
+    rejected, counts, code = os.path.splitext(out)[0] + ".rejected.jsonl", Counter(), 0
     with (open_file(path) as file, new_file(rejected, overwrite) as bad, new_file(out, overwrite) as good,
           contextlib.closing(Child(0, seconds)) as one, contextlib.closing(Child(1, seconds)) as other):
         try:
@@ -1064,18 +1070,18 @@ def write_traces(path, out, overwrite=False, seconds=3):
                     row = unroll_twice(call, one, other)
                     if "reason" not in row:
                         good.write(json.dumps(row) + "\n")
-                        why["kept"] += 1
+                        counts["kept"] += 1
                         continue
                     reason, text = row["reason"], line.decode(errors="replace")
                     if reason.startswith("no JSON"):
                         print(f"{path}, line {number}: {reason}", file=sys.stderr)
                     row = {"line": number, "id": call["id"], "reason": reason, "row": text}
                     bad.write(json.dumps(row) + "\n")
-                    why[reason.split(":")[0]] += 1
+                    counts[reason.split(":")[0]] += 1
         except KeyboardInterrupt:
             code = 130
-    print(f"{why['kept']} traces in {out}; rejected calls, and why, in {rejected}")
-    for reason, n in why.most_common():
+    print(f"{counts['kept']} traces in {out}; rejected calls, and why, in {rejected}")
+    for reason, n in counts.most_common():
         print(f"{n:6d}  {reason}")
     return code
 
@@ -1135,7 +1141,7 @@ def prompt(row, kind):
 
 
 def write_prompts(path, out, overwrite=False):
-    """{"id", "prompt", "steps"} for each row of a file of traces and kind. Raises ValueError."""
+    """Write {"id", "prompt", "steps"} per kind and row of a trace file. Raises ValueError."""
     rows = read_traces(path)
     with new_file(out, overwrite) as file:
         for row, kind in product(rows, EXAMPLES):
@@ -1147,9 +1153,9 @@ def write_prompts(path, out, overwrite=False):
 def judge(child, row, kind, completion):
     """Whether a completion is right: an output that equals the row's, or an input that has this output.
 
-    A completion is the answer, or its whole line. An output is a literal, and equal as Python says: 1 == 1.0.
-    An input is any expression: the child executes it, and returns its output as a literal. So an object with
-    an == of its own is never right."""
+    A completion is the answer, or its whole line. An output is a literal, compared by ==: 1 == 1.0. An input
+    is any expression: the child executes it and returns the output as a literal, so no object with its own ==
+    can pass."""
     before, _, after = question(row, kind)
     text = completion.split("[/ANSWER]")[0].strip()
     try:
@@ -1165,7 +1171,7 @@ def judge(child, row, kind, completion):
 
 
 def output_of(child, row, kind, text):
-    """-> the literal of what a program gives for an input. Raises an Exception if it gives nothing."""
+    """-> a program's output for an input, as a literal. Raises an Exception if none."""
     around, (first, *lines), last = split_trace(row)
     target, name = first.partition(" = ")[0], row["call"].partition("(")[0]
     lines.insert(0, f"{target} = __answer__")
@@ -1174,17 +1180,18 @@ def output_of(child, row, kind, text):
         around, lines, result = [row["source"]], [], "__answer__"
         text = f"{name}({text}\n)"
     tree = ast.parse(text, mode="eval").body
-    if kind == "input/program" and tree.func.id != name:                  # text may end the call: 1) == f(1
+    if kind == "input/program" and tree.func.id != name:                  # refuse text like 1) == f(1
         raise ValueError
     for node in ast.walk(tree):
         word = getattr(node, "attr", getattr(node, "id", ""))
         if word.startswith("__") or word in ("type", "eval", "exec", "getattr", "setattr", "compile"):
-            raise ValueError                                              # could make such an object
+            raise ValueError                                              # could fake an ==
     return child.ask("evaluate", around=around, answer=text, lines=lines, result=result)["literal"]
 
 
-def score(path, completions, bins=(0, 5, 10, 20, 30, 50)):
-    """Print how many {"id", "completion"} in a file are right, by steps. Raises ValueError."""
+def score(path, completions):
+    """Print how many completions of a file are right, by steps. Raises ValueError."""
+    bins = (0, 5, 10, 20, 30, 50)
     asked = {f"{row['id']}/{kind}": (row, kind) for row in read_traces(path) for kind in EXAMPLES}
     verdicts = {(kind, most): [] for kind in EXAMPLES for most in bins}
     with open_file(completions) as file, contextlib.closing(Child(0)) as child:
@@ -1217,7 +1224,7 @@ HEADS = [
     "for i in range(n):", "for i in x:", "for s in s:", "while i > n:", "if i > n:", "if i % 2 == 0:",
     "if i in x:", "if len(x) > n:", "if q in s:",
 ]
-KINDS = {  # a kind of code, and what its templates match; those that match nothing are of the kind "ints"
+KINDS = {  # kind of code: a regex for its templates; templates without a match are "ints"
     "branches": "^if", "loops": "^for|^while", "lists": r"\bx\b", "strings": r"\b[sq]\b", "products": r"\*",
 }
 
@@ -1237,15 +1244,15 @@ def templates_of(kinds, templates):
 
 
 def random_function(rng, code="all", statements=3):
-    """-> the source of a function of ints, lists of ints and strings, and of arguments. rng: a random.Random.
+    """-> source of a function on ints, lists of ints and strings, and arguments for it. rng: a random.Random.
 
     In the templates above, i becomes an int's name, x a list's, s a string's, n a digit, q a letter.
-    code: which kinds of templates to use. statements: the most at the top level of the body."""
+    code: which kinds of templates to use. statements: maximum at the body's top level."""
     words = {"i": "abc", "x": "xy", "s": "st", "n": "12345", "q": ["'a'", "'b'", "'c'"]}
     simple, heads = (templates_of(parse_code(code), templates) for templates in (SIMPLE, HEADS))
 
     def write(templates):
-        return re.sub(r"\b[ixsnq]\b", lambda word: rng.choice(words[word[0]]), rng.choice(templates))
+        return re.sub(r"\b[ixsnq]\b", lambda found: rng.choice(words[found.group()]), rng.choice(templates))
 
     def block(indent, most=3, loop=False):
         for _ in range(rng.randint(1, most)):
@@ -1255,7 +1262,7 @@ def random_function(rng, code="all", statements=3):
             head, inside = write(heads), indent + "    "
             yield indent + head
             if not head.startswith("if"):
-                yield inside + write(simple)                              # so that 50 steps end any loop
+                yield inside + write(simple)                              # the step limit ends any loop
                 yield from block(inside, loop=True)
             elif loop and rng.random() < 0.5:
                 yield inside + rng.choice(["break", "continue"])
@@ -1294,9 +1301,9 @@ def write_functions(n, out, code="all", seed=0, overwrite=False):
 class Trace(Task):
     """The trace of a function (P2 section 2): its assert asks for the output. State: its variables, as text.
 
-    Functions are made at random, of the kinds of `code`, or are those of trace_file, of which nothing is
-    executed again. Stage L: L lines before the assert; L:M: M to L. Held out are the lines that ran, whatever
-    the arguments and the output; one function can have traces in both splits."""
+    Functions are made at random, of the kinds of `code`, or come from trace_file; their code is not run
+    again. Stage L: L lines before the assert; L:M: M to L. The split looks at the lines that ran, not at
+    arguments and output; one function can have traces in both."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
     whole = True
@@ -1341,7 +1348,7 @@ class Trace(Task):
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
             text = state_text(state)
-            if len(self.tokenizer.encode(text)) > 100:                    # more than a state head may learn
+            if len(self.tokenizer.encode(text)) > 100:                    # too long for a state head
                 text = None
             drawn.append(Line(line, f"{line}\n", "", text))
         drawn.append(Line(last, f"{last}\n", row["output"]))
@@ -1370,9 +1377,9 @@ def samples(args):
     settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name) is not None}
     task = kind(states="transformer", **settings)
     task.check(stage)
-    rng = random.Random(args.seed)
+    rng, chance = random.Random(args.seed), task.chance(stage)
     for number in range(args.samples):
-        print(f"sample {number}, chance {task.chance(stage):.3g}")
+        print(f"sample {number}, chance {chance:.3g}")
         show(task.draw(rng, stage, "train"))
 
 
@@ -1395,7 +1402,7 @@ def files(args):
     if args.task == "score":
         need("file", "completions", "allow_exec")
         return score(args.file, args.completions)
-    raise ValueError(f"--file, --functions, --out: only trace, prompts and score have them, not {args.task}")
+    raise ValueError(f"{args.task}: only trace, prompts and score take --file, --functions, --out")
 
 
 def main(argv=None):
@@ -1410,9 +1417,9 @@ def main(argv=None):
     add("--seed", type=int, default=0, help="of the random generator [0]")
     add("--n-vars", type=int, help="repl, listperm: how many variables")
     add("--moves", choices=["swap", "perm"], help="repl: what a command is")
-    add("--digits", type=int, help="arith: of each number")
+    add("--digits", type=int, help="arith: per number")
     add("--group", choices=GROUPS, help="group: which one")
-    add("--spell", type=int, help="group: tokens of an element")
+    add("--spell", type=int, help="group: tokens per element")
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
     add("--code", help="trace: kinds of functions made at random, as ints+branches; see KINDS [all]")
     add("--file", help="JSON lines to read: calls for `trace`, traces for `prompts` and `score`")

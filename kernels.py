@@ -2,25 +2,25 @@
 The scans: how a linear RNN moves its state. First a plain loop as the reference, then chunks of many steps,
 then the same chunks as GPU kernels.
 
-The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and no, one or K log-gates g_t <= 0:
+The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and 0, 1 or K log-gates g_t <= 0:
 
     S <- diag(exp g_t) S
     S <- S + k_t d_t^T,  d_t = b_t (v_t - S^T k_t),  b_t = beta_t / |k_t|^2
     o_t = S^T q_t
 
-In words: ask the state what it holds under the key k_t, and move that towards v_t. Written out,
+In words: read what S holds under the key k_t, and move it towards v_t. As a matrix equation,
 
     S_t = (I - beta_t k_t k_t^T / k_t^T k_t) diag(exp g_t) S_{t-1} + b_t k_t v_t^T,
 
-and the bracket has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection, and loses
-nothing. Along k = e_i - e_j it swaps the rows i and j of S.
+and the bracket has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection: nothing is
+lost. Along k = e_i - e_j it swaps the rows i and j of S.
 
-The division by |k_t|^2 (the projector form) keeps that true for keys of any length. A unit key rounded to
+Dividing by |k_t|^2 (the projector form) keeps these eigenvalues for any |k_t| > 0. A unit key rounded to
 bf16 has |k|^2 = 1.005 or 0.995: without the division the eigenvalue is not -1, and after a few thousand
 reflections the state has exploded or died.
 
 Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K). In
-the chunks' formulas, capitals are matrices of C rows: Q, K and V are a chunk's queries, keys and values.
+the chunks' formulas, capitals but S have C rows: Q, K, V are a chunk's queries, keys and values.
 
     delta_rule(..., backend="loop")    the reference: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
@@ -49,10 +49,11 @@ try:
     import triton.language as tl
     jit, kernel = triton.jit, triton.jit(do_not_specialize=["T", "H"])  # one build for every T and H
 except ImportError:
-    triton, tl, jit, kernel = None, SimpleNamespace(constexpr=lambda x: x), lambda f: f, lambda f: f
+    triton, tl = None, SimpleNamespace(constexpr=lambda x: x)
+    jit = kernel = lambda f: f
 
 OLDEST_TRITON = [3, 6]  # the oldest that the kernels were compiled and checked with
-LOG_MIN = -7.0  # log-gates are clamped here: exp(7 * 16 / 2) times a key of 1e12 still fits into fp32
+LOG_MIN = -7.0  # least log-gate: in 16 steps, exp(7 * 16 / 2) times a key of 1e12 fits into fp32
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -61,10 +62,10 @@ LOG_MIN = -7.0  # log-gates are clamped here: exp(7 * 16 / 2) times a key of 1e1
 def delta_rule_loop(q, k, v, beta, g, S):
     """The equations above, one step at a time, in the dtype of the arguments; autograd does the backward.
 
-    unbind, not x[:, t]: the backward of an index writes a whole (B, T, H, K) tensor, T times."""
+    unbind, not x[:, t]: the backward of each x[:, t] would write a (B, T, H, K) tensor."""
     length = k.norm(dim=-1)
     length = length.where(length > 0, math.inf)                          # a zero key writes nothing
-    b = beta / length / length                        # not by length**2: its gradient would have |k|^4
+    b = beta / length / length                        # not / length**2: that gradient has |k|^4
     gates = [None] * q.shape[1] if g is None else g.exp().unbind(1)
     outputs = []
     for q_t, k_t, v_t, b_t, g_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), b.unbind(1), gates):
@@ -80,22 +81,22 @@ def delta_rule_loop(q, k, v, beta, g, S):
 # ----------------------------------------------------------------------------------------------------------
 # Chunks of C steps
 #
-# In a chunk that starts at state S, row i of D is d_i = b_i (v_i - S_{i-1}^T k_i), and S_{i-1} is S plus what
-# rows before i wrote. So the rows of D solve a triangular system, and everything else is a matrix product:
+# In a chunk that starts at state S, row i of D is d_i = b_i (v_i - S_{i-1}^T k_i), and S_{i-1} is S plus the
+# writes before i. So the rows of D solve a triangular system, and everything else is a matrix product:
 #
 #     A = tril(diag(b) K K^T, -1)    M = (I + A)^-1     P = tril(Q K^T)
 #     X = V - K S                    D = M diag(b) X    O = Q S + P D       S' = S + K^T D
 #
-# Only X, D and S' wait for the chunk before; the rest is done for all chunks at once.
+# Only X, D and S' need a loop over chunks; the rest is done for all at once.
 #
 # With gates, let c = cumsum(g) within the chunk, and mid = c_C / 2. From step j to step i a channel decays by
 # exp(c_i - c_j) = exp(c_i - mid) exp(mid - c_j); with this mid, exponents are at most half as large. So let
 #
 #     Q_read = exp(c - mid) Q      K_read = exp(c - mid) K      K_write = exp(mid - c) K
 #
-# K_read takes the place of K where S is read, K_write where S' is written: P = tril(Q_read K_write^T), and A
-# has K_read K_write^T, whose diagonal still is |k|^2. The state is multiplied by half = exp(mid) before the
-# chunk and again after it; S and S' are the states between the two.
+# K_read replaces K where S is read, K_write where S' is written: P = tril(Q_read K_write^T), and A uses
+# K_read K_write^T, whose diagonal is still |k|^2. The state is multiplied by half = exp(mid) before a chunk
+# and after it; S is after the first time, S' before the second.
 #
 # The backward walks from the last chunk to the first. Given dO and dS', with * for products entry by entry:
 #
@@ -106,19 +107,19 @@ def delta_rule_loop(q, k, v, beta, g, S):
 #     dK_write = D dS'^T + dP^T Q_read + G^T K_read
 #     db_i = sum_V (dY * X)_i + sum_j (dA * K_read K_write^T)_ij
 #     dbeta = db / |k|^2                  dk = exp(c - mid) * dK_read + exp(mid - c) * dK_write - 2 b dbeta k
-#     dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write,  and its row C also gets sum_V S' * dS'
+#     dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write,  and add sum_V S' * dS' to row C
 #
-# and dg is the cumulative sum of dc from the end. No result depends on mid, so it counts as a constant. Where
-# gates forget nearly all, dg is a small difference of large numbers: near the clamp 5e-4 of it is rounding.
+# and dg is the cumulative sum of dc from the end. No result depends on mid, so mid gets no gradient. Where
+# gates forget nearly all, dg is a small difference of large numbers: near the clamp, its error is 5e-4.
 #
 # (I + A)^-1 is a triangular solve. The product (I - A)(I + A^2)(I + A^4)... is equal in exact arithmetic, but
 # at beta = 2 with nearly equal keys the powers of A are huge before they cancel: too large for fp32.
 
 def to_chunks(x, C, fill=0):
-    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. The padding leaves the state alone."""
+    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. Padding does not change the state."""
     B, T, H = x.shape[:3]
     whole, rest = divmod(T, C)
-    chunks = x.new_empty(-(-T // C), B, H, C, *x.shape[3:])
+    chunks = x.new_empty(math.ceil(T / C), B, H, C, *x.shape[3:])
     view = chunks.transpose(2, 3).transpose(0, 1)                        # (B, N, C, H, ...), of the chunks
     view[:, :whole] = x[:, :whole * C].unflatten(1, (whole, C))
     if rest:
@@ -134,7 +135,7 @@ def from_chunks(x, B, T, H):
 
 
 def decays(g):
-    """Log-gates g (.., C, K) -> exp(c - mid), exp(mid - c), and as a column half (.., K, 1)."""
+    """Log-gates g (.., C, K) -> exp(c - mid), exp(mid - c), and half as a column (.., K, 1)."""
     c = g.cumsum(-2)
     mid = c[..., -1:, :] / 2
     return (c - mid).exp(), (mid - c).exp(), mid.exp().mT
@@ -152,13 +153,13 @@ class DeltaRuleChunks(torch.autograd.Function):
             to_read, to_write, half = decays(to_chunks(g, C))
             Q_read, K_read, K_write = to_read * Q, to_read * K, to_write * K
 
-        # |k|^2 is taken from the product that makes A, and A divides by it before all else: for equal keys A
-        # is beta to the last bit, and 65,536 reflections in fp32 cost 2e-5 of the state instead of 1e-2
-        U = K_read @ K_write.mT                                             # (N*B*H, C, C)
-        norm2 = U.diagonal(dim1=-2, dim2=-1)
+        # |k|^2 is the diagonal of KK, and KK is divided by it before it meets beta: for equal keys A is
+        # exactly beta, and 65,536 reflections in fp32 cost 2e-5 of the state instead of 1e-2
+        KK = K_read @ K_write.mT                                         # (N*B*H, C, C)
+        norm2 = KK.diagonal(dim1=-2, dim2=-1)
         norm2 = norm2.where(norm2 > 0, math.inf)[..., None]              # a zero key writes nothing
         b = beta[..., None] / norm2                                      # (N*B*H, C, 1)
-        U = (U / norm2).tril_(-1)                                        # gates overflow above the diagonal
+        U = (KK / norm2).tril_(-1)                                       # gates overflow above the diagonal
         A = beta[..., None] * U
         eye = torch.eye(C, dtype=A.dtype, device=A.device).expand_as(A)
         M = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
@@ -186,7 +187,7 @@ class DeltaRuleChunks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    @torch.autocast("cpu", enabled=False)                                # backward() may be called inside one
+    @torch.autocast("cpu", enabled=False)                                # backward() may run in autocast
     @torch.autocast("cuda", enabled=False)
     def backward(ctx, dO, dS):
         K, Q_read, K_read, K_write, b, norm2, U, M, P, X, D, S, to_read, to_write, half = ctx.saved_tensors
@@ -223,7 +224,7 @@ class DeltaRuleChunks(torch.autograd.Function):
         if gated:
             dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write
             dc[..., -1, :] += at_end
-            dc = dc.sum_to_size(to_read.shape)                           # one gate: over its channels
+            dc = dc.sum_to_size(to_read.shape)                           # one gate: sum channels
             dg = dc.flip(-2).cumsum(-2).flip(-2)
             dQ_read *= to_read
             dK_read *= to_read
@@ -237,27 +238,27 @@ class DeltaRuleChunks(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # The same chunks on a GPU
 #
-# forward_kernel: a program takes one head and BV columns of its state, which it keeps in registers while it
-# walks through the chunks. For the backward it saves M, X, D and the S that each chunk starts from.
-# backward_state_kernel walks back in the same way with dS', and saves dY and each chunk's dS'. With these,
-# each chunk can do the rest by itself: backward_inputs_kernel, a program per chunk. X, D, S, dY and dS' are
-# saved in the inputs' dtype. In bf16, gradients then have errors up to 3 % (at K = 1, up to 13 %).
+# forward_kernel: a GPU program keeps BV columns of one head's state in registers and loops over the chunks.
+# For the backward it saves M, X, D and the S that each chunk starts from. backward_state_kernel walks back in
+# the same way with dS', and saves dY and each chunk's dS'. Then the chunks are independent:
+# backward_inputs_kernel runs one program per chunk. X, D, S, dY and dS' are saved in the inputs' dtype. In
+# bf16, gradients then have errors up to 3 % (at K = 1, up to 13 %).
 #
-# Capitals are tiles, the same small letters pointers to where they lie. K is n_k wide and padded to BK. St is
-# S transposed, BV x BK: so the left factor of each product has C = BV = 16 rows, and Triton does not take
-# Hopper's wgmma instructions of 64 rows, with which scans like this one have come out wrong
-# (flash-linear-attention's issues 640 and 984).
+# Capitals are tiles; the same small letters are pointers to them. K is n_k wide and padded to BK. St is
+# S transposed, BV x BK: so the left factor of each product has C = BV = 16 rows, and Triton does not use
+# Hopper's 64-row wgmma, with which similar scans gave wrong results (flash-linear-attention's issues 640 and
+# 984).
 #
 # Tensor cores multiply bf16. A state that is rounded to bf16 where it is read is 3 % off after 4,096 swaps.
-# But an fp32 number is the sum of three in bf16, and bf16x6 adds the six of their nine products that matter.
+# But an fp32 number is a sum of three bf16 numbers; of the nine products, bf16x6 adds the six largest.
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
 
 
 @jit
 def dot(a, b):
-    """a b in fp32; of bf16 tiles one product, of fp32 ones six."""
-    if INTERPRETED:                                                      # it knows no bf16, nor bf16x6
+    """a b in fp32: one product for bf16 tiles, else six."""
+    if INTERPRETED:                                                      # the interpreter has no bf16
         return tl.dot(a, b)
     elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
         return tl.dot(a, b)
@@ -282,8 +283,8 @@ def store_rows(x, row, exists, column, width, tile):
 @jit
 def steps_of(n, bh, T, H, C: tl.constexpr):
     """Chunk n of head bh -> its steps' rows in a (B, T, H, ...) tensor, and which of them exist."""
-    t = n * C + tl.arange(0, C)
-    return (bh // H * T + t) * H + bh % H, t < T
+    b, h, t = bh // H, bh % H, n * C + tl.arange(0, C)
+    return (b * T + t) * H + h, t < T
 
 
 @jit
@@ -312,8 +313,8 @@ def key_products(K_read, K_write, beta):
 
 @jit
 def inverse(A):
-    """(I + A)^-1 of a strictly lower triangular A, 16 x 16. Two neighbours among the inverted diagonal blocks
-    become one of twice the size: what is below them is -M A M. No powers of A."""
+    """(I + A)^-1 of a strictly lower triangular A, 16 x 16. Start from inverted 2 x 2 diagonal blocks; join
+    two neighbours to one of twice the size by -M A M below. No powers of A."""
     tl.static_assert(A.shape[0] == 16)
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     M = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
@@ -345,7 +346,7 @@ def forward_kernel(q, k, v, beta, g, start, o, end, m, starts, x, d, T, H, n_k, 
         if starts is not None:                                           # there will be a backward
             chunk = bh * tl.cdiv(T, C) + n
             store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
-            first = j < C - v_block * C                                  # block 0 stores M, the same for all
+            first = j < C - v_block * C                                  # only v_block 0 stores M
             store_rows(m, chunk * C + j, first, j, C, M)
             store_rows(x, row, exists, vs, n_v, X)
             store_rows(d, row, exists, vs, n_v, D)
@@ -423,7 +424,7 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
         store_rows(dg, row, exists, ks, n_k, tl.cumsum(dc, 0, reverse=True))
 
 
-CHUNK, WIDEST = 16, 128                                  # chunk length, also BV; largest K or V
+CHUNK, WIDEST = 16, 128                                  # C and BV; largest K or V
 WARPS = {16: 1, 32: 2, 64: 4, 128: 8}                    # by K, rounded up
 
 
@@ -446,7 +447,7 @@ class DeltaRuleTriton(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             m, starts = state.new_empty(B * H, N, CHUNK, CHUNK), v.new_empty(B * H, N, V, K)
             x, d = torch.empty_like(v), torch.empty_like(v)
-        with torch.cuda.device_of(k):                                    # it need not be the current one
+        with torch.cuda.device_of(k):                                    # k may be on another GPU
             forward_kernel[grid](q, k, v, beta, g, state, o, end, m, starts, x, d, T, H, K, V, **settings(K))
         ctx.save_for_backward(q, k, beta, g, m, starts, x, d)
         return o, end
@@ -478,7 +479,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5,          # of `errors`, 
 
 
 def why_not_triton(device, dtype, K, V):
-    """-> what keeps the kernels from such tensors, or None."""
+    """-> why the kernels cannot take these, or None."""
     if triton is None:
         return "the package triton is not installed"
     version = [int(x) for x in triton.__version__.split(".")[:2]]
@@ -490,19 +491,21 @@ def why_not_triton(device, dtype, K, V):
         return "the kernels compute in fp32"
     if max(K, V) > WIDEST:
         return f"heads are {max(K, V)} wide, the kernels take {WIDEST}"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "this machine, or this torch, has no CUDA GPU"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than sm_80"
     return None
 
 
 def first_error(device, dtype, K, V):
-    """-> what the kernels compute wrongly on this GPU, or None: with and without gates and gradients, against
-    the loop in float64."""
+    """-> the first tensor that is wrong on this GPU, or None: checked with and without gates and gradients,
+    against float64."""
     for T, gate in itertools.product((1, 40), (None, -0.3)):
         inputs = example("transpositions", 1, T, 2, K, V, gate, dtype, device)
         found = list(compare(inputs, "triton").items())
         truth = delta_rule(*(x if x is None else x.double() for x in inputs), backend="loop")
-        with torch.no_grad():                                            # without them it is another build
+        with torch.no_grad():                                            # without gradients: another build
             found += zip(TENSORS, errors(delta_rule(*inputs, backend="triton"), truth))
         for name, error in found:
             if not error <= tolerance("transpositions", name, dtype, T):
@@ -512,7 +515,7 @@ def first_error(device, dtype, K, V):
 
 @functools.cache
 def trial(device, dtype, K, V):
-    """Try the kernels out. -> why not to use them, also as a warning, or None."""
+    """Try the kernels. -> None, or (also as a warning) why not to use them."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
             obstacle = first_error(device, dtype, K, V)
@@ -524,13 +527,13 @@ def trial(device, dtype, K, V):
 
 
 def opaque(f):
-    """f, which torch.compile must not look into. No decorator: importing the compiler takes a second."""
+    """Hide f from torch.compile. Not as a decorator: importing the compiler takes a second."""
     return torch.compiler.disable(f) if torch.compiler.is_compiling() else f
 
 
 def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=64):
-    """-> the backend for tensors of this device, dtype and width of heads, and why this one. ValueError if it
-    is asked for and cannot be had."""
+    """-> the backend for this device, dtype and head widths, and the reason. ValueError if the requested one
+    is not available."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend '{backend}': choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
     device = torch.device(device)
@@ -548,7 +551,7 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
 
 
 def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
-    """The delta rule of this file's first lines.
+    """The delta rule at the top of this file.
 
     q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H), in fp64, fp32, bf16 or fp16, any strides, not empty.
     g: None, or log-gates <= 0, clamped at -7 (no gradient below that): one per channel of the keys
@@ -559,9 +562,9 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v
     is), also under autocast (with the loop, in the forward only). Differentiable once, in every tensor. Keys
     may be zero, or have any length from 1e-12 (1e-6 with gates at the clamp) to 1e12. beta is not checked:
-    outside [0, 2] an eigenvalue leaves [-1, 1], and the state explodes. Raises ValueError for shapes that do
-    not fit and for a backend that cannot be had, saying why. On a GPU, "auto" tries the kernels out once, and
-    warns if it does not use them: call it before capturing a CUDA graph."""
+    outside [0, 2] an eigenvalue leaves [-1, 1], and the state explodes. Raises ValueError, with the reason,
+    for bad shapes and for a backend that is not available. On a GPU, "auto" tries the kernels once, and warns
+    if it rejects them: so call this before you capture a CUDA graph."""
     B, T, H, K = k.shape
     V = v.shape[-1]
     if g is not None and g.dim() == 3:
@@ -599,10 +602,10 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
 # Linear attention with decay, in chunks; simple enough to leave its backward to autograd
 
 def decay_scan(q, k, v, a=None, state=None, chunk=32):
-    """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence, or linear attention (a None: 1).
+    """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence; linear attention if a is None.
 
-    a (B, T, H) in [-1, 1]; q, k, v, state, dtypes and what is returned as in `delta_rule`. Shapes are not
-    checked. Backpropagate outside autocast."""
+    a (B, T, H) in [-1, 1]. The rest is as in `delta_rule`, but shapes are not checked, and backward() must be
+    outside autocast."""
     B, T, H, K = k.shape
     dtype, C = torch.promote_types(v.dtype, torch.float32), min(chunk, T)
     with torch.autocast(v.device.type, enabled=False):
@@ -633,20 +636,22 @@ EXAMPLES = ("random", "unnormalised", *SPREAD, "transpositions", "zero")
 DRIFT_KINDS = ("identical", "transpositions", "collinear 1e-3")
 
 
-def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu", seed=0):
-    """What a scan must survive: q, k, v, beta, g, state. kind: random, unnormalised, zero (beta), and at beta
-    2 identical keys (parity), nearly collinear ones, transpositions (keys e_i - e_j: swaps of five values).
+def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu"):
+    """Test inputs: q, k, v, beta, g, state. kind: random, unnormalised, zero (beta = 0); with beta = 2:
+    identical keys (parity), nearly collinear keys, transpositions (keys e_i - e_j: swaps of five values).
     gate: the mean of the log-gates, or None. q, k, v and beta are rounded to dtype."""
     if kind not in EXAMPLES:
         raise ValueError(f"example {kind}: choose one of {', '.join(EXAMPLES)}")
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     here = dict(generator=rng, dtype=torch.float64, device="cpu")        # whatever the default device is
     q, k, v = (torch.randn(B, T, H, n, **here) for n in (K, K, V))
     state = torch.randn(B, H, K, V, **here)
     uniform = torch.rand(B, T, H, 1, **here)
     beta = 2 * torch.ones_like(k[..., 0])
-    if kind in ("random", "unnormalised", "zero"):
-        beta = 2 * uniform[..., 0] * (kind != "zero")
+    if kind == "zero":
+        beta = 0 * beta
+    elif kind in ("random", "unnormalised"):
+        beta = 2 * uniform[..., 0]
     elif kind in SPREAD:
         k = k[:, :1] + SPREAD[kind] * k
     else:
@@ -661,20 +666,20 @@ def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, d
 
 
 def errors(tensors, truth):
-    """Relative error of each tensor, |a - b| / |b|, where |b| counts as at least 1e-6 of the largest."""
+    """Relative error of each tensor, |a - b| / |b|, with |b| at least 1e-6 of the largest |b|."""
     largest = max(b.norm() for b in truth)
     return [((a.double() - b).norm() / max(b.norm(), 1e-6 * largest)).item() for a, b in zip(tensors, truth)]
 
 
 def tolerance(kind, name, dtype, T):
-    """Of the error of a tensor after T steps. The state is fp32 whatever the inputs are rounded to. Equal and
-    nearly equal keys (beta is 2) lose more, and the more the longer the chunks."""
+    """The allowed error of a tensor after T steps. The state is fp32 for inputs of any dtype. (Nearly) equal
+    keys (beta is 2) lose more, and even more in longer chunks."""
     limit = TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
     return max(limit, 4e-4) if kind in SPREAD and dtype != torch.float64 else limit
 
 
 def with_gradients(inputs, backend, **options):
-    """All that a scan returns: o, the last state, and the gradients of a fixed random projection of both."""
+    """o, the last state, and the gradients of a fixed, randomly weighted sum of both."""
     inputs = [x if x is None else x.detach().requires_grad_() for x in inputs]
     o, S = delta_rule(*inputs, backend=backend, **options)
     rng = torch.Generator().manual_seed(1)
@@ -702,7 +707,8 @@ def check(device, backend, dtype, K=16, V=16, lengths=(1, 2, 15, 16, 17, 100, 10
             worst[name] = max(worst[name], error)
             if not error <= tolerance(kind, name, dtype, T):
                 sys.exit(f"kernels.py: {backend} {dtype}, {kind} keys, T {T}: {name} is off by {error:.0e}")
-    print(f"{f'{backend} {dtype} {K}, {V}':30s}" + "".join(f"{error:9.0e}" for error in worst.values()))
+    name = f"{backend} {dtype} {K}, {V}"
+    print(f"{name:30s}" + "".join(f"{error:9.0e}" for error in worst.values()))
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """
-The models: one language model, fourteen mixers, each an equation, and a control without one.
+One language model, fourteen mixers, each an equation, and a control without a mixer.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
@@ -14,15 +14,16 @@ The models: one language model, fourteen mixers, each an equation, and a control
   m2rnn             S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)       not linear in S
   lstm, gru, rnn    torch's own, not linear in the state either
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
-  path              softmax attention without positions; a key is multiplied by I - beta w w^T of later tokens
+  path              softmax attention without positions; each later token multiplies a key by I - beta w w^T
   no_mixer          a control: what the convolution and the MLP can do alone
 
-All with an S read o_t = S_t^T q_t and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
+Those with an S output o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
 reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. In front
 of every mixer is the same short convolution; conv=0 leaves it out.
 
-All have one signature, forward(x, state) -> (y, state): the whole sequence in training, one token in
-decoding, one segment after another in a long evaluation. state=None is the start.
+All have forward(x, state) -> (y, state). x is the whole sequence in training, one token in decoding, one
+segment after another in a long evaluation. The state is what a mixer carries from token to token, not the
+state of the program that it reads; None is the start.
 
 Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. At the end, a DeltaNet whose weights
 are written by hand. Not here: dropout, weight tying, padding masks.
@@ -37,6 +38,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.utils.rnn import pad_sequence
 
 from kernels import decay_scan, delta_rule
 
@@ -48,7 +50,7 @@ RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depen
 # The short convolution in front of every mixer
 
 class ShortConv(nn.Module):
-    """x plus a causal convolution of it over `width` tokens, each channel by itself; width 0: only x. It is
+    """x plus its causal convolution over `width` tokens, channel by channel; width 0: only x. It is
     the Canon layer of Allen-Zhu (2512.17351). State: the last width - 1 inputs."""
 
     def __init__(self, channels, width):
@@ -73,7 +75,7 @@ class ShortConv(nn.Module):
 class LinearAttention(nn.Module):
     """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
 
-    Also the frame of all that have such an S: q, k, v from a projection and SiLU; q and k of unit length; a
+    Also the base class of mixers with S: q, k, v from a projection and SiLU; q and k of unit length; a
     scan; a norm on its output. State: the scan's, (B, H, K, V) in fp32."""
     steps = 1                                                           # keys and values per token
 
@@ -121,7 +123,7 @@ class DeltaNet(LinearAttention):
 
 
 class GatedDeltaNet(DeltaNet):
-    """Yang et al. 2412.06464: DeltaNet whose state also decays, here by a sigmoid that starts near 1."""
+    """Yang et al. 2412.06464: DeltaNet whose state also decays, by a sigmoid that starts at 0.98."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -134,8 +136,8 @@ class GatedDeltaNet(DeltaNet):
 
 
 class KDA(GatedDeltaNet):
-    """Kimi Linear, 2510.26692: GatedDeltaNet with a gate for each channel of the keys. (There, the gates come
-    from a low-rank projection and an exponential, and the output has a gate, too.)"""
+    """Kimi Linear, 2510.26692: GatedDeltaNet with a gate for each channel of the keys. (In the paper, gates
+    come from a low-rank projection and an exponential, and the output is gated.)"""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -153,7 +155,7 @@ class DeltaProduct(DeltaNet):
     def scan(self, x, q, k, v, S):
         q = q.repeat_interleave(self.steps, 1)
         o, S = delta_rule(q, k, v, self.beta(x), state=S)
-        return o[:, self.steps - 1::self.steps], S                      # what is read after the last step
+        return o[:, self.steps - 1::self.steps], S                      # after each token's last step
 
 
 class SSM(DeltaNet):
@@ -176,8 +178,8 @@ def turn(x, angle):
 
 class RotarySSM(SSM):
     """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token turns pairs of rows of the
-    state by angles of its choice. Instead of the state, k and q are turned, by the sum of all angles so far
-    (R_t above turns by minus the angle). State: the scan's, not turned, and that sum, (B, 1, D/2)."""
+    state by angles that it chooses. The code turns k and q instead, by the sum of all angles so far (R_t
+    above: by minus the angle). State: the scan's, not turned, and that sum, (B, 1, D/2)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -195,9 +197,9 @@ class RotarySSM(SSM):
 # The others. Those with a loop over time are slow.
 
 class BlockDiagonal(nn.Module):
-    """A bilinear RNN (2505.21749): h_t = A_t h_{t-1}, where A_t consists of dense 8x8 blocks, linear in the
-    token. Nothing is added, so h_0 is learned. A block's part of h is scaled to length 1 at every step, as
-    products of many A_t overflow. State: h, (B, D/4, 8)."""
+    """A bilinear RNN (2505.21749): h_t = A_t h_{t-1}, where A_t consists of dense 8x8 blocks, linear in x_t.
+    No input is added, so h_0 is learned. A block's part of h is scaled to length 1 at every step, as products
+    of many A_t overflow. State: h, (B, D/4, 8)."""
     size = 8
 
     def __init__(self, cfg):
@@ -210,7 +212,8 @@ class BlockDiagonal(nn.Module):
 
     def forward(self, x, h=None):
         blocks = self.to_blocks(x).unflatten(-1, (-1, self.size, self.size))
-        h, read = self.start.expand(len(x), -1, -1) if h is None else h, []
+        h = self.start.expand(len(x), -1, -1) if h is None else h
+        read = []
         for A in blocks.unbind(1):                                      # (B, D/4, 8, 8)
             h = F.normalize((A @ h[..., None])[..., 0], dim=-1)
             read.append(h)
@@ -218,7 +221,7 @@ class BlockDiagonal(nn.Module):
 
 
 class M2RNN(LinearAttention):
-    """Mishra et al. 2603.14360: an RNN with tanh, whose state is as large as DeltaNet's. f near 1 keeps."""
+    """Mishra et al. 2603.14360: an RNN with tanh, whose state is as large as DeltaNet's. f = 1 keeps S."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -227,7 +230,8 @@ class M2RNN(LinearAttention):
 
     def scan(self, x, q, k, v, S):
         f = torch.sigmoid(self.to_forget(x).float())[..., None, None]   # (B, T, H, 1, 1)
-        S, read = x.new_zeros(len(x), *self.within.shape) if S is None else S, []
+        S = x.new_zeros(len(x), *self.within.shape) if S is None else S
+        read = []
         for t in range(x.shape[1]):
             write = k[:, t, :, :, None] * v[:, t, :, None]              # (B, H, K, V)
             S = f[:, t] * S + (1 - f[:, t]) * torch.tanh(S @ self.within + write)
@@ -267,8 +271,8 @@ class Attention(nn.Module):
 
 
 class PaTH(Attention):
-    """PaTH attention (2505.16381): reflections, chosen by the tokens, instead of positions. The query of
-    token t sees the key of token s as H_t ... H_{s+1} k_s, H = I - beta w w^T. State: such keys, and the
+    """PaTH attention (2505.16381): reflections, chosen by the tokens, instead of positions. For the query of
+    token t, the key of token s is H_t ... H_{s+1} k_s, H = I - beta w w^T. State: these keys, and the
     values."""
 
     def __init__(self, cfg):
@@ -283,8 +287,8 @@ class PaTH(Attention):
         beta = self.beta_max * torch.sigmoid(self.to_beta(x)).transpose(1, 2)[..., None]   # (B, H, T, 1)
         keys, values = state or (k[:, :, :0], v[:, :, :0])
         read = []
-        for now in range(x.shape[1]):
-            now = slice(now, now + 1)
+        for t in range(x.shape[1]):
+            now = slice(t, t + 1)
             keys = keys - beta[:, :, now] * (keys @ w[:, :, now].mT) * w[:, :, now]
             keys, values = torch.cat([keys, k[:, :, now]], 2), torch.cat([values, v[:, :, now]], 2)
             read.append(F.scaled_dot_product_attention(q[:, :, now], keys, values))
@@ -292,9 +296,9 @@ class PaTH(Attention):
 
 
 class Recurrent(nn.Module):
-    """torch's LSTM, GRU or tanh RNN of width D. State: what torch returns. With torch's own start, an LSTM
-    halves its cells at every token, and what was assigned 30 tokens ago leaves no gradient: so the gate that
-    keeps the state starts near 1 (a bias for forget gates: Jozefowicz et al., ICML 2015)."""
+    """torch's LSTM, GRU or tanh RNN of width D. State: what torch returns. With torch's initial bias, an LSTM
+    halves its cells at every token, and no gradient reaches back 30 tokens: so here the gate that keeps the
+    state starts near 1 (a bias for forget gates: Jozefowicz et al., ICML 2015)."""
 
     def __init__(self, cfg, kind):
         super().__init__()
@@ -308,7 +312,7 @@ class Recurrent(nn.Module):
 
 
 class NoMixer(nn.Module):
-    """A control: nothing passes between tokens but through the convolution in front. State: none."""
+    """A control: only the convolution in front lets tokens see others. State: none."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -374,19 +378,19 @@ class Block(nn.Module):
 
 class LM(nn.Module):
     """`forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is a
-    state head (below), used by its loss only; n_slots and n_classes are for the linear one. cfg has model,
+    state head (below), used only in its loss; n_slots and n_classes are for LinearHead. cfg has model,
     d_model, d_mlp, n_layer, n_head, conv, beta_max, n_householder, states and state_layer, as in train.py."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
-        mixers = cfg.model.split("+") * cfg.n_layer
+        mixers = cfg.model.split("+") * cfg.n_layer                     # more than are needed
         self.embed = nn.Embedding(vocab_size, cfg.d_model)
         self.blocks = nn.ModuleList(Block(cfg, name) for name in mixers[:cfg.n_layer])
         self.norm = RMSNorm(cfg.d_model)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         init_weights(self)
         self.state_layer = cfg.state_layer or cfg.n_layer
-        # The state head comes last: so the rest starts with the same weights, whatever the head.
+        # The state head is made last, so that it does not change the other initial weights.
         self.to_state = nn.Identity()
         if cfg.states == "linear" and n_slots:
             self.to_state = LinearHead(cfg, n_slots, n_classes)
@@ -396,9 +400,9 @@ class LM(nn.Module):
             self.to_state = ContrastiveHead()
 
     def forward(self, tokens, state=None):
-        """tokens (B, T) int64, state: None, or what was returned for the tokens before -> hidden (B, T, D);
-        h (B, T, D), what the state head reads: the norm of block state_layer's output (0: the last's); state:
-        a list, one entry per block."""
+        """tokens (B, T) int64; state: None, or the previous call's -> hidden (B, T, D); h (B, T, D) for the
+        state head: the norm of block state_layer's output (0: last block); state: a list, one entry per
+        block."""
         x, new = self.embed(tokens), []
         for i, block in enumerate(self.blocks):
             x, block_state = block(x, state[i] if state else None)
@@ -448,7 +452,7 @@ def init_weights(model):
 # All have loss(lm, h, batch) -> nats: h (B, T, D) from LM.forward, batch a data.Batch of tensors.
 
 class LinearHead(nn.Linear):
-    """n_slots softmaxes over n_classes; where the state is hidden, the labels are exact beliefs."""
+    """n_slots softmaxes over n_classes. Labels: classes, or (pfsa, trap) exact beliefs."""
 
     def __init__(self, cfg, n_slots, n_classes):
         super().__init__(cfg.d_model, n_slots * n_classes, bias=False)
@@ -460,7 +464,7 @@ class LinearHead(nn.Linear):
         return super().forward(h).unflatten(-1, (self.n_slots, -1))
 
     def loss(self, lm, h, batch):
-        """The mean over slots that are defined."""
+        """The mean over labelled slots."""
         logits = self(h[batch.line_end]).float()                        # (N, n_slots, n_classes)
         if batch.belief is None:
             label = batch.state[batch.line_end]                         # (N, n_slots)
@@ -471,9 +475,9 @@ class LinearHead(nn.Linear):
 
 
 def stated_lines(batch):
-    """-> of the N lines with a state: trace (N,), place of the line's end (N,), the state's tokens (N, W)."""
+    """-> for N lines with a state text: trace (N,), index of the line's end (N,), the text (N, W)."""
     trace, line = (batch.state_tokens[..., 0] != PAD).nonzero(as_tuple=True)
-    ends = batch.line_end.int().argsort(dim=1, descending=True, stable=True)   # (B, T), line ends first
+    ends = pad_sequence([row.nonzero()[:, 0] for row in batch.line_end], batch_first=True)    # (B, lines)
     return trace, ends[trace, line], batch.state_tokens[trace, line]
 
 
@@ -501,9 +505,9 @@ class TransformerHead(nn.Module):
 
 
 class ContrastiveHead(nn.Module):
-    """InfoNCE between the hidden state at a line's end and the LM's hidden state after reading the state text
-    (as CLIP, 2103.00020; P2 appendix D). Candidates are the lines and the states of the same trace. P2 leaves
-    open what to do with lines of equal states, as half of parity's are: here they share one candidate. No
+    """InfoNCE between the hidden vector at a line's end and the LM's hidden vector at its state text's end
+    (as CLIP, 2103.00020; P2 appendix D). Candidates are the lines and the states of the same trace. P2 does
+    not say what to do with lines of equal states (half of parity's). Here they share one candidate. No
     parameters."""
     temperature = 0.07
 
@@ -535,15 +539,15 @@ def by_hand(task, places=2):
     Rows of the state are variables, columns are digits. A key is this token minus the tokens two and three
     before it. At the first c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are
     swapped. At the digit of "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other
-    tokens beta or the key is zero, so nothing is written: equal names cancel ("c = c", "c', c"), and a line's
-    end two or three tokens before, or " = " three before, makes the key so negative that SiLU returns 0.
+    tokens beta or the key is zero, so nothing is written: equal names cancel ("c = c", "c', c"), and two or
+    three tokens after a newline, or three after " = ", the key is so negative that SiLU returns 0.
 
     Each variable has two equal rows, so that a swap's unit key has the entries +-1/2, which fp32 holds
     exactly, unlike 1/sqrt(2). With one row (places=1) each swap rounds, and the errors add up."""
     if getattr(task, "moves", None) != "swap":
         raise ValueError("by_hand needs a data.Repl with moves='swap'")
     n, D = task.n_vars, 64
-    near, far = 2.0 ** -30, 2.0 ** 10                                   # near: there SiLU(x) is x / 2
+    near, far = 2.0 ** -30, 2.0 ** 10                                   # near 0 SiLU(x) = x / 2
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=4, beta_max=2.0,
                           states="none", state_layer=0)
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
@@ -555,7 +559,7 @@ def by_hand(task, places=2):
     names = [encode(name)[0] for name in task.names]
     digits = [encode(str(value))[0] for value in range(1, n + 1)]
     ends = [encode("\n")[0], encode(" = ")[0]]
-    # The entries of an embedding: a name has three, as each entry has a convolution of its own.
+    # Indices of embedding entries. A name has three, each with its own convolution.
     before, key, name, digit = 1 + torch.arange(4 * n).view(4, n)
     end, other = [D - 2, D - 1], 0
     embed, one_hot = lm.embed.weight, torch.eye(D)
@@ -568,7 +572,7 @@ def by_hand(task, places=2):
     conv[2, before] = 1                                                 # plus the one before it
     for entries in (key, end):
         conv[:2, entries] = -1                                          # itself minus three ago and two ago
-    q, k, v = mixer.qkv.weight.split(D)                                 # (D, D) each: output, input
+    q, k, v = mixer.qkv.weight.split(D)                                 # views, (D, D) each
     for row in range(n * places):
         q[row, before[row % n]] = near                                  # the name before a printed value
         k[row, key[row % n]] = near
@@ -577,7 +581,7 @@ def by_hand(task, places=2):
     v[variable, digit] = 1
     mixer.to_beta.weight[0, name] = far                                 # beta is 2 at a name,
     mixer.to_beta.weight[0, other] = -far                               # 0 at others, and 1 at a digit
-    mixer.out.weight[digit, variable] = -1                              # the value was written to key -e_a
+    mixer.out.weight[digit, variable] = -1                              # minus: it was written to key -e_a
     lm.head.weight[digits, digit] = 8
     return lm
 

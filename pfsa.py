@@ -3,7 +3,7 @@ Hidden branches: programs whose state cannot be read off the trace, and the exac
 
 Real code branches on values that a trace does not show. A reader is left with a *belief*, a probability for
 every state. It moves with each line and sharpens with each print. P1 (section 5) models this as a PFSA-SR, a
-probabilistic finite-state automaton with state reveals, and argues that linear RNNs must struggle with it: a
+probabilistic finite-state automaton with state reveals, and argues that beliefs are hard for linear RNNs: a
 belief is renormalised at each reveal, and a linear recurrence cannot divide. This file has the automata, the
 exact Bayes filter, the filters that a linear RNN could hold instead, and the tasks pfsa and trap.
 
@@ -13,8 +13,8 @@ T_s (m, m) is column-stochastic, T_s[i, j] = P(next is i | now j, s). Z_s (m,) i
 
 Who chooses the symbol? If the environment picks among the symbols that the state allows, then its choice
 carries information, and the formula is wrong (`python pfsa.py` shows a counterexample). P1 leaves this open.
-Here the environment draws a *query*, independently of the state: a set of symbols, of which each state allows
-exactly one. That one is the symbol. `print('b', b)` is a query, and its n possible outputs are the symbols. A
+Here the environment draws a *query*, a set of symbols, independently of the state. Each state allows exactly
+one of them: the symbol. `print('b', b)` is a query, and its n possible outputs are the symbols. A
 *maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol. Then
 |Z_s b|_1 = P(s | query, past), the *predictive*, and its mean negative log is the Bayes floor, the least
 expected loss of any model.
@@ -85,14 +85,15 @@ class PFSA:
         """Queries (B, L), by number -> symbols (B, L), states (B, L+1) int64. rng: a numpy Generator."""
         B, L = queries.shape
         symbols, states = np.empty((B, L), np.int64), np.empty((B, L + 1), np.int64)
-        allowed = np.array([query[self.Z[query].argmax(0)] for query in self.queries])    # (queries, m)
+        # the one symbol of each query that a state allows, (queries, m)
+        allowed = np.array([query[self.Z[query].argmax(0)] for query in self.queries])
         start = self.q0.astype(float).cumsum()
         moves = self.T.astype(float).cumsum(1)                            # (symbols, m, m), columns up to 1
         uniform = rng.random((B, L + 1, 1))
         states[:, 0] = (uniform[:, 0] >= start[:-1]).sum(1)
         for t in range(L):
             s = symbols[:, t] = allowed[queries[:, t], states[:, t]]
-            cumulative = moves[s, :-1, states[:, t]]                      # (B, m-1)
+            cumulative = moves[s, :-1, states[:, t]]                      # (B, m-1): how many does it pass?
             states[:, t + 1] = (uniform[:, t + 1] >= cumulative).sum(1)
         return symbols, states
 
@@ -101,9 +102,9 @@ class PFSA:
 # What a linear recurrence can hold
 
 def linear_filter(pfsa, symbols, dtype=torch.float64):
-    """Deferred normalisation: h <- T Z h, divided by its sum only where it is read. Symbols (B, L) -> h
-    (B, L+1, m) in `dtype`, a torch one; each product and each sum is rounded to it. Each reveal multiplies
-    the mass of h by its probability, and nothing restores it: see `dies_at`."""
+    """Deferred normalisation: h <- T Z h; only to read h, divide it by its sum. Symbols (B, L) -> h
+    (B, L+1, m) in this torch dtype, to which each product and sum is rounded. Each reveal multiplies the mass
+    of h by a probability, and nothing undoes this: see `dies_at`."""
     symbols = torch.as_tensor(symbols)
     TZ = torch.tensor((pfsa.T * pfsa.Z[:, None]).astype(float)).to(dtype)
     q0 = torch.tensor(pfsa.q0.astype(float)).to(dtype)
@@ -117,8 +118,8 @@ def linear_filter(pfsa, symbols, dtype=torch.float64):
 
 
 def dies_at(dtype):
-    """After how many reveals of probability 1/2 a mass of 1 underflows to 0 in this torch dtype. The smallest
-    subnormal number is tiny * eps; half of it is a tie, which rounds to even, to 0."""
+    """-> how many reveals of probability 1/2 turn a mass of 1 to 0 in this torch dtype. The smallest
+    subnormal number is tiny * eps; half of it is a tie, and rounds to even: 0."""
     info = torch.finfo(dtype)
     halvings = -np.log2(info.tiny) - np.log2(info.eps)
     return round(halvings) + 1
@@ -136,7 +137,7 @@ def marginal_filter(n, symbols):
     symbols = np.asarray(symbols)
     eye = np.eye(n)
     left = np.tile(eye, (n_swaps(n) + n * n, 1, 1))                       # (symbols, n, n)
-    right, added = left.copy(), 0 * left
+    right, added = left.copy(), np.zeros_like(left)
     for s, (a, b) in enumerate(combinations(range(n), 2)):
         left[s, [a, b]] = (eye[a] + eye[b]) / 2
     for i, j in np.ndindex(n, n):
@@ -149,18 +150,18 @@ def marginal_filter(n, symbols):
     return np.stack(H, 1)
 
 
-def sinkhorn(H, rounds=1000, tolerance=1e-9):
+def sinkhorn(H):
     """Sinkhorn and Knopp: scale rows and columns of H (..., n, n) in turn until all sum to 1. -> the result,
-    without NaN, and ok (...,) bool: False where it has not converged, or where a row or column of H was zero,
-    as after an underflow; no factor scales that, so it becomes 1/n first."""
+    without NaN, and ok (...,) bool: False where H has not converged, or had a row or column of zeros, as
+    after an underflow; no factor scales zeros, so 1/n replaces them."""
     H = np.array(H, float)
     n = H.shape[-1]
     scalable = (H.sum(-1) > 0).all(-1) & (H.sum(-2) > 0).all(-1)
-    for _ in range(rounds):
+    for _ in range(1000):
         for axis in (-1, -2):
             total = H.sum(axis, keepdims=True)
             H = np.divide(H, total, out=np.full_like(H, 1 / n), where=total > 0)
-        converged = (abs(H.sum(-1) - 1) < tolerance).all(-1)
+        converged = (abs(H.sum(-1) - 1) < 1e-9).all(-1)
         if converged.all():
             break
     return H, scalable & converged
@@ -216,12 +217,12 @@ def marginals(beliefs, n):
 
 def schedule(rng, n, B, L, every=2, kind=""):
     """-> queries (B, L) of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. Of L lines,
-    L // every are prints. Which lines is random, but the same in all B; which positions, uniform in each.
+    L // every are prints. Their places are random, but the same in all B; positions are uniform.
 
-    kind "adversarial": a maybe-swap of the last two positions, then a print of the first of these, again and
-    again. "forced", for P1 Figure 10: the same, but the last two lines print the first and then the second. A
-    number k: a block, a maybe-swap of two positions and a print of one of them, k times in a row, starts at a
-    random line; the other lines are random."""
+    kind "adversarial": again and again, the last two positions, n-2 and n-1, may swap, then n-2 is printed.
+    "forced", for P1 Figure 10: the same, but the last two lines print n-2, then n-1. A number k: somewhere
+    stands a block, k times a maybe-swap of the same two positions and a print of the same one of them; all
+    other lines are random."""
     if kind.isdigit():
         pair = sorted(rng.choice(n, 2, replace=False))
         block = [swap(n, *pair), n_swaps(n) + rng.choice(pair)] * int(kind)
@@ -277,9 +278,9 @@ class Hidden(Task):
     """REPL traces with hidden branches: assignments, then L lines, of which L // S are prints. The state is
     one slot; a Batch has the exact beliefs and predictives.
 
-    In LxS:k, there is one block of lines that alternates a branch and a print, k times. Lx2:forced is such a
-    block only, and its branches are not random: there only the KL to the predictive has a meaning, not the
-    loss. Stages `for_tests` have few programs, all of them test programs."""
+    In LxS:k, there is one block of lines that alternates a branch and a print, k times. Lx2:forced is only
+    such a block, and its branches are never taken: there the loss means nothing, only the KL to the
+    predictive. Stages `for_tests` have few programs, all of them test programs."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                                                  # no model can reach 90 %
@@ -303,11 +304,11 @@ class Hidden(Task):
 
     def program(self, rng, stage, memory):
         yield "from random import random"
-        memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0    # instead of Python's
+        memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0    # replaces the import
         yield from self.lines(rng, stage)
 
     def draw(self, rng, stage, split):
-        """Task.draw. The split depends on the program, not on its branches, so beliefs stay exact."""
+        """As Task.draw. The split ignores the branches that were taken, so beliefs are exact."""
         if stage.kind not in self.for_tests:
             return super().draw(rng, stage, split)
         if split == "train":
@@ -317,9 +318,8 @@ class Hidden(Task):
         return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
 
     def to_batch(self, traces):
-        """Traces of one stage -> Task's Batch, with belief (B, T, m) at the ends of lines, from the last
-        of the first assignments on, and predictive (B, T, n) of the answers 1 to n where one is asked;
-        zeros elsewhere."""
+        """Traces of one stage -> Task's Batch, with belief (B, T, m) at the ends of lines, once all is
+        assigned, and predictive (B, T, n) of the answers 1 to n where an answer is asked; zeros elsewhere."""
         batch, m = super().to_batch(traces), self.automaton.m
         B, T = batch.tokens.shape
         read = [[self.symbols.get(line.text, -1) for line in lines] for lines in traces]
@@ -346,7 +346,8 @@ class Hidden(Task):
         if stage.kind.isdigit() and 2 * int(stage.kind) >= stage.length:
             raise ValueError(f"stage {stage}: such a block leaves no other lines; make it longer")
         if not (stage.kind in ("", *self.for_tests) or stage.kind.isdigit()):
-            raise ValueError(f"stage {stage}: what follows the colon is {kinds} or the branches in a block")
+            raise ValueError(f"stage {stage}: what follows the colon is {kinds}, or how many branches "
+                             "a block has")
 
     def beyond(self, last):
         """The last stage, 4 and 16 times as long; then forced at these lengths."""
@@ -359,8 +360,9 @@ class MaybeSwaps(Hidden):
     """n variables hold 1 to n; a line swaps two of them or not, or prints one. n_vars is 2 to 5, as a belief
     has n! entries. The state is the number of the arrangement.
 
-    In a block of k, the same two may swap k times, and one of them is printed each time. In a forced trace,
-    nothing is ever swapped: P1 Figure 10. Lx2:adversarial is the same with random swaps."""
+    In a block of k, the same two may swap k times; each time, the same one is printed. In a forced trace,
+    nothing is ever swapped, and the last line prints the other one: P1 Figure 10. In Lx2:adversarial, swaps
+    are random, and there is no other print at the end."""
     settings = ("n_vars",)
     for_tests = ("adversarial", "forced")
 
@@ -375,7 +377,7 @@ class MaybeSwaps(Hidden):
         prints = [f"print('{x}', {x})" for x in self.names]
         symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}
         for i, name in enumerate(self.names):
-            for j in range(n_vars):                                       # to assign tells what a print would
+            for j in range(n_vars):                                       # assigning reveals like a print
                 printed, assigned = f"{name} {j + 1}\n", f">>> {name} = {j + 1}\n"
                 symbols[printed] = symbols[assigned] = holds(n_vars, i, j)
         super().__init__(maybe_swaps(n_vars), swaps + prints, symbols, first=n_vars, **others)
@@ -500,8 +502,8 @@ def show_linear():
 
 
 def show_marginals():
-    print("\nThe marginal recurrence and Sinkhorn against the true marginals, 50 sequences of 64 symbols, a")
-    print("print in S (65: none): mean and largest error of a probability, and matrices that did not scale:")
+    print("\nThe marginal recurrence and Sinkhorn against the true marginals, 50 sequences of 64 symbols,")
+    print("64 // S of them prints: mean and largest error of a probability, and share of failed scalings:")
     for n, S in ((3, 65), (3, 2), (3, 4), (3, 8), (5, 2), (5, 4), (5, 8)):
         rng, automaton = np.random.default_rng(0), maybe_swaps(n)
         symbols, _ = automaton.sample(rng, schedule(rng, n, 50, 64, S))

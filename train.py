@@ -6,22 +6,26 @@ Train a model on a task, watch it learn, and test it far beyond what it saw. One
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, on other stages
     python train.py --play out/deltanet-repl                       a trained model, and you type
     torchrun --nproc-per-node 2 train.py --seed 0,1,2,3            a grid, shared out among processes
-    python train.py --help                                         every setting, with its reason
+    python train.py --help                                         every setting, explained
 
 Loss: the mean over all next tokens, plus reveal_weight times the mean over answers (P1: reveals), plus
 state_weight times the state head's (P2 section 4). P1 has only the first.
+"State" has two meanings: what the program's memory holds, and what a model carries from token to token.
 
-Curriculum: stages LxS, L commands with a print after every S-th (P1 section 4). A stage is passed when the
-answers of fresh training traces are right often enough (--advance), or after a fixed number of traces
-(--stage-samples, as in P1). With --carry n, the last stage's traces are n times as long and read in n steps:
-truncated BPTT, the state is carried over, detached. Each step counts batch_size traces.
+Curriculum: stages LxS, L commands with a print after every S-th (P1 section 4). A stage is passed when enough
+answers of the last ten batches are right (--advance), or after a fixed number of traces (--stage-samples, as
+in P1). With --carry n, the last stage's traces are n times as long and read in n pieces, one per update; the
+state is carried on, detached. A piece counts batch_size traces.
 
 Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces. The
-fall starts when the last stage is passed, or in time to end at max_samples; with --until only then.
+fall starts when the last stage is passed (not with --until), or `cooldown` before the end.
 
-A run leaves a folder with ckpt.pt, metrics.csv and result.json. Stop it with Ctrl-C; the same command goes
-on where it stopped, bit for bit. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step
+A run leaves a folder with ckpt.pt, metrics.csv and result.json. Ctrl-C stops it; the same command then
+continues it, bit for bit. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step
 Execution".
+
+On a first reading, begin with `train`, then `losses`, `Progress` and `stream`. All else is command line,
+evaluation and files.
 """
 import argparse
 import csv
@@ -65,36 +69,36 @@ class Config:
     n_vars: int = 5                # repl, listperm, pfsa: how many variables
     moves: str = "perm"            # repl: a command is a perm(utation) of all variables, or a swap of two
     group: str = "S5"              # group: one of data.py's GROUPS
-    spell: int = 1                 # group: tokens of an element
-    digits: int = 2                # arith: of each number
-    trace_file: str = ""           # trace: what `data.py trace` made; none: functions made at random
+    spell: int = 1                 # group: tokens per element
+    digits: int = 2                # arith: digits per number
+    trace_file: str = ""           # trace: a file from `data.py trace`; else random functions
     code: str = "all"              # trace: kinds of functions made at random, as ints+branches: see KINDS
     curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own
     # the model
     d_model: int = 64              # width; inside the MLP it is twice that
     params: int = 0                # not 0: set the MLP's width for about this many parameters
     n_layer: int = 1               # blocks; repl with up to 5 variables needs one, thanks to conv
-    n_head: int = 1                # heads of width d_model / n_head; one learns in fewer steps than four
+    n_head: int = 1                # heads, of width d_model / n_head
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
     n_householder: int = 2         # deltaproduct: reflections per token
     # the loss
-    reveal_weight: float = 1.0     # on answers, one token in 181 at 64x8; 0: next-token loss only
-    states: str = "auto"           # a state head (linear, transformer, contrastive), text, or none
-    state_weight: float = 1.0      # of the state head's loss (pfsa, trap: it learns exact beliefs)
+    reveal_weight: float = 1.0     # extra weight on answers, one token in 181 at 64x8
+    states: str = "auto"           # a state head (linear, transformer, contrastive), text, none, or auto
+    state_weight: float = 1.0      # on the state head's loss (pfsa, trap: on exact beliefs)
     state_layer: int = 0           # the state head reads after this many blocks; 0: after all
     # the optimiser
     optimizer: str = "muon"        # muon for the blocks' matrices and adamw for the rest, or adamw for all
-    batch_size: int = 8            # traces per step; small: the first stage needs steps more than data
-    learning_rate: float = 6e-3    # its peak
+    batch_size: int = 8            # traces per step; small, as the first stage takes many steps
+    learning_rate: float = 6e-3    # the peak
     warmup: int = 320              # traces until the peak
-    cooldown: int = 2560           # traces of the final fall; improves accuracy beyond the trained lengths
+    cooldown: int = 2560           # traces of the final decay; helps accuracy beyond the trained length
     # when to move on, when to stop
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
     stage_samples: int = 0         # traces of each stage; 0: until --advance (pfsa, trap: 3000, trace: 4000)
-    carry: int = 1                 # n: read the last stage's traces n times as long, in n steps
+    carry: int = 1                 # n: in the last stage, traces n times as long, read in n pieces
     max_samples: int = 100000      # stop after this many traces (batch_size per step), whatever the stage
-    until: float = 0.0             # not 0: stop at this accuracy in eval_at's first stage, twice in a row
+    until: float = 0.0             # not 0: stop when 2 evals in a row (eval_at's first stage) reach this
     # held-out traces
     eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and harder ones
     eval_samples: int = 64         # traces of each
@@ -102,13 +106,13 @@ class Config:
     # the machine
     seed: int = 0                  # of weights and data; the same seed gives the same run
     device: str = "auto"           # auto, cuda, mps or cpu
-    dtype: str = "fp32"            # fp32, or bf16 for all but the scan's state
+    dtype: str = "fp32"            # fp32, or bf16 (autocast; a scan's state stays fp32)
     out: str = "out"               # where the runs' folders go
 
 
-# The comments above, by name: --help shows them.
+# {setting: its comment above, a line each}, for --help.
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
-UNNAMED = ["model", "task", "device", "out"]      # not written as name=value into a folder's name
+UNNAMED = ["model", "task", "device", "out"]      # not written as name=value in a folder's name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": GROUPS, "dtype": DTYPES,
            "optimizer": ["muon", "adamw"],
@@ -148,7 +152,7 @@ def grid(args):
 
 
 def check(cfg):
-    """Raise ValueError for settings that cannot be run. Tries a trace of each stage, and a "meta" model."""
+    """Raise ValueError if a run cannot work: tries a trace per stage, and a model without numbers."""
     for name, value in asdict(cfg).items():
         flag, may_be_zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_ZERO
         if name in CHOICES and value not in CHOICES[name]:
@@ -161,7 +165,7 @@ def check(cfg):
     if cfg.n_layer < len(mixers):
         raise ValueError(f"--model {cfg.model} alternates mixers: give --n-layer {len(mixers)} or more")
     if cfg.d_model % (2 * cfg.n_head):
-        raise ValueError(f"--d-model {cfg.d_model}: must split into --n-head {cfg.n_head} even widths")
+        raise ValueError(f"--d-model {cfg.d_model}: give a multiple of twice --n-head {cfg.n_head}")
     if cfg.beta_max > 2:
         raise ValueError(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1]: states explode")
     if max(cfg.advance, cfg.until) > 1:
@@ -202,12 +206,13 @@ def eval_stages(cfg, task, stages):
 
 
 def total_samples(cfg, task, stages):
-    """Traces after which a run ends at the latest."""
-    return (cfg.stage_samples or task.stage_samples) * len(stages) or cfg.max_samples
+    """The most traces that a run reads."""
+    of_each = cfg.stage_samples or task.stage_samples
+    return of_each * len(stages) if of_each else cfg.max_samples
 
 
 def pick_device(cfg):
-    """-> torch.device. Under torchrun, each process has a GPU of its own."""
+    """-> torch.device. Under torchrun, processes take GPUs in turn."""
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     name = next(kind for kind in have if have[kind]) if cfg.device == "auto" else cfg.device
     if not have[name]:
@@ -235,27 +240,25 @@ def count(module):
 
 
 def build_model(cfg, task, device):
-    """The LM of a run, with the parameters that its seed gives. On "meta" it has shapes and no numbers."""
+    """A run's LM, with initial weights from its seed. On "meta" it has shapes and no numbers."""
     shape = SimpleNamespace(**{**asdict(cfg), "states": task.states, "d_mlp": 2 * cfg.d_model})
     sizes = len(task.tokenizer), task.n_slots, task.n_classes
     if cfg.params:
         shape.d_mlp = mlp_width(shape, sizes)
     torch.manual_seed(cfg.seed)                                       # torch draws nothing else at random
-    if device == "meta":
-        with torch.device(device):
-            return LM(shape, *sizes)
-    return LM(shape, *sizes).to(device)
+    with torch.device("meta" if device == "meta" else "cpu"):
+        return LM(shape, *sizes).to(device)
 
 
 def mlp_width(shape, sizes):
-    """The width, a multiple of 8, with which the model has about shape.params parameters, less state head."""
+    """The MLP's width, a multiple of 8, for about shape.params parameters, state head not counted."""
     def size(width):
         with torch.device("meta"):
             return count(LM(SimpleNamespace(**{**vars(shape), "d_mlp": width, "states": "none"}), *sizes))
     least, slope = size(8), size(16) - size(8)
     width = 8 + 8 * max(0, round((shape.params - least) / slope))
     if abs(size(width) - shape.params) > 0.1 * shape.params:
-        raise ValueError(f"--params {shape.params}: {shape.model} so wide and deep has {least} at the least; "
+        raise ValueError(f"--params {shape.params}: {shape.model} of this size has at least {least}; "
                          "change --d-model or --n-layer")
     return width
 
@@ -277,18 +280,18 @@ def right_tokens(batch, logits):
 
 
 def answers(task, batch, right):
-    """right (B, T) bool, of the tokens -> (B, R), of each answer. With states in the text, all states before
-    an answer must be right, too: otherwise a model could copy it from a true state, and track nothing."""
+    """right tokens (B, T) bool -> right answers (B, R). With states in the text, all states before
+    an answer must be right, too: else a model could copy the answer from a true state."""
     after_error = (batch.state_in_text & ~right).cumsum(1) > 0
     right = right & ~after_error
-    if task.whole:
+    if task.whole:                                                    # all tokens that are asked are right
         return (right | ~batch.asked).all(1, keepdim=True)
     return right[batch.asked].view(len(right), -1)
 
 
 def losses(task, model, batch, state=None):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right (B, R), R of a
-    trace; the new state."""
+    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; right answers (B, R), R per trace;
+    the model's new state."""
     hidden, told, state = model(batch.tokens, state)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
@@ -337,7 +340,7 @@ class Progress:
         return cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
 
     def move_on(self, accuracy):
-        """After a step with this accuracy. -> whether it has passed a stage."""
+        """Called after each step. -> whether the run passed a stage."""
         self.recent = [x for x in [*self.recent, accuracy] if not math.isnan(x)][-10:]
         mean = sum(self.recent) / max(1, len(self.recent))
         if self.fixed:
@@ -356,7 +359,7 @@ class Progress:
         return True
 
     def note_until(self):
-        """If held-out accuracy was --until twice in a row, note after how many traces: the run then ends."""
+        """If held-out accuracy reached --until twice in a row, note after how many traces: the run ends."""
         began = self.began * self.cfg.batch_size
         above = [samples for samples, stage, accuracy in self.held_out[-2:]
                  if self.last and samples > began and accuracy >= self.cfg.until]
@@ -375,14 +378,14 @@ class Batches(Dataset):
 
 
 def stream(cfg, task, at, device):
-    """Yield (number, batch) without end: the batches of the current stage, from progress `at` on. With
-    --carry a trace comes in pieces; number is the piece's place in its trace."""
+    """Yield (number, batch) forever: batches of the current stage, from at.step on. With --carry, a trace
+    comes in pieces: number is the piece's place in its trace, from 0."""
     parts = cfg.carry if at.last else 1
     turn = (at.step - at.began) % parts
     stage = at.stage._replace(length=at.stage.length * parts)
     loader = DataLoader(Batches(cfg, task, stage), batch_size=None,
                         sampler=itertools.count(at.step - turn, parts),
-                        num_workers=2 if device.type == "cuda" else 0)    # a GPU is faster than Python
+                        num_workers=2 if device.type == "cuda" else 0)    # so that a GPU can be busy
     for batch in loader:
         for number, piece in list(enumerate(cut(batch, parts)))[turn:]:
             yield number, to_device(piece, device)
@@ -412,7 +415,7 @@ def detached(state, device):
 
 @contextmanager
 def ctrl_c():
-    """A list that Ctrl-C appends to, instead of raising: so a step can finish."""
+    """Ctrl-C appends to a list instead of raising, so that a step can finish."""
     interrupts = []
     before = signal.signal(signal.SIGINT, lambda *_: interrupts.append("Ctrl-C"))
     try:
@@ -422,13 +425,16 @@ def ctrl_c():
 
 
 def make_optimizers(cfg, model):
-    """-> [AdamW, Muon]. Muon (torch.optim.Muon) has the matrices within blocks: it makes all singular values
-    of a step about equal, and scales it to be as large as AdamW's, so one learning rate serves both."""
+    """-> [AdamW, Muon]. Muon (torch.optim.Muon) has the matrices in blocks: it makes a step's singular values
+    about equal, and the step as large as AdamW's, so one learning rate serves both."""
     matrices, rest = [], []
     for name, p in model.named_parameters():
         small = re.search("conv|start|to_(beta|gate|forget|angle)", name)
         is_matrix = "blocks." in name and p.ndim == 2 and not small
-        (matrices if is_matrix and cfg.optimizer == "muon" else rest).append(p)
+        if is_matrix and cfg.optimizer == "muon":
+            matrices.append(p)
+        else:
+            rest.append(p)
     optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0)]
     if matrices:
         optimizers.append(torch.optim.Muon(matrices, weight_decay=0, adjust_lr_fn="match_rms_adamw"))
@@ -471,7 +477,7 @@ def train(cfg, task, stages, model, folder, saved=None):
             piece, batch = next(batches)
             at.data_seconds += time.perf_counter() - began
 
-            state = detached(at.state, device) if piece else None     # the first piece starts from nothing
+            state = detached(at.state, device) if piece > 0 else None     # the first starts from nothing
             with autocast(cfg, device):
                 terms, right, state = losses(task, model, batch, state)
             loss = sum(weights[name] * term for name, term in terms.items())
@@ -503,9 +509,9 @@ def train(cfg, task, stages, model, folder, saved=None):
                            f"loss {row['loss']:.3f}, {accuracy:.1%} right, held out {row['held_out']:.1%}")
             rows.writerow(row)
             if at.move_on(accuracy):
-                passed, batches, bar.total = at.passed[-1], None, at.end
+                batches, bar.total = None, at.end                     # None: start the next stage's stream
                 tqdm.write(f"stage {stage} passed after {at.samples:,} traces, {at.seconds:.0f} s: "
-                           f"{passed['accuracy']:.1%} right")
+                           f"{at.passed[-1]['accuracy']:.1%} right")
             at.note_until()
             if at.step % cfg.eval_every == 0:
                 save()
@@ -517,7 +523,7 @@ def train(cfg, task, stages, model, folder, saved=None):
 
 
 def introduce(cfg, task, stages, model):
-    """A run's first lines."""
+    """Print the settings."""
     device, dtype, width = next(model.parameters()).device, DTYPES[cfg.dtype], cfg.d_model // cfg.n_head
     backend, why = resolve_backend("auto", device, dtype, width, width)
     print(f"run     {run_folder(cfg)}")
@@ -527,7 +533,7 @@ def introduce(cfg, task, stages, model):
 
 
 def run(cfg, saved):
-    """One run of a grid. -> its result, None unless it is done; and why it ended."""
+    """One run of a grid. -> its result (None if not done), and why it ended."""
     folder = run_folder(cfg)
     task, stages = build_task(cfg)
     if saved:
@@ -560,7 +566,7 @@ def run(cfg, saved):
 
 @torch.no_grad()
 def state_size(model, task, stage):
-    """Numbers that a model hands on from token to token, at a trace's end (an attention's cache grows)."""
+    """How many numbers a model's state has at a trace's end (an attention's cache grows)."""
     tokens = torch.as_tensor(task.batch(0, "test", stage, 0, 1).tokens)
     _, _, state = model(tokens.to(next(model.parameters()).device))
     return sum(x.numel() for x in tensors(state))
@@ -568,7 +574,7 @@ def state_size(model, task, stage):
 
 @lru_cache(maxsize=64)
 def held_out_batch(task, seed, stage, t, size):
-    """The same test traces are read again and again; functions made at random are slow to make."""
+    """Cached: the same test traces are read many times, and random functions are slow to make."""
     return task.batch(seed, "test", stage, t, size)
 
 
@@ -581,18 +587,15 @@ def held_out_batches(task, stage, cfg, device):
 
 @torch.no_grad()
 def read(model, tokens, places, cfg):
-    """Read tokens (B, T) -> the hidden vectors (N, D) at places (B, T) bool, trace by trace. Memory does not
+    """Read tokens (B, T) -> hidden vectors (N, D) where places (B, T), sorted by trace. Memory does not
     grow with the length, except for an attention's cache."""
-    state, hidden = None, []
+    state, found = None, [[] for _ in tokens]
     with autocast(cfg, tokens.device):
         for piece, here in zip(tokens.split(SEGMENT, 1), places.split(SEGMENT, 1)):
-            y, _, state = model(piece, state)
-            hidden.append(y[here])
-    segment = places.nonzero()[:, 1] // SEGMENT                       # sort into traces
-    by_segment = torch.cat(hidden)
-    by_trace = torch.empty_like(by_segment)
-    by_trace[segment.argsort(stable=True)] = by_segment
-    return by_trace
+            hidden, _, state = model(piece, state)
+            for b in range(len(tokens)):
+                found[b].append(hidden[b][here[b]])
+    return torch.cat([part for trace in found for part in trace])
 
 
 def evaluate(model, task, stage, cfg):
@@ -600,22 +603,23 @@ def evaluate(model, task, stage, cfg):
     writes the states itself, and reads on from what it wrote.
 
     -> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"}. For hidden branches also, in
-    nats an answer: "kl", from the exact predictive to the model's; "final_kl" and "kl_by_answer"; "loss", of
-    the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
-    With states in the text also, where all text before is true: "next_state", accuracy of whole states, and
-    "given_states", of answers; and "traces", for each [number of states, number before the first wrong one,
-    accuracy with its own states]."""
+    nats per answer: "kl", from the exact predictive to the model's; "final_kl", of the last answer; "loss",
+    of the sampled answers; "floor", the loss of the exact predictive, the least that any model can have.
+    With states in the text also: after true text only, "next_state", accuracy of whole states,
+    "given_states", of answers; and "traces": per trace [states, states before the first wrong one, accuracy
+    with its own states]."""
     rows, nats, given, states, to_repeat = [], [], [], [], []
     for batch in held_out_batches(task, stage, cfg, next(model.parameters()).device):
         hidden = read(model, batch.tokens, to_write(batch), cfg)
         with torch.no_grad(), autocast(cfg, hidden.device):
             logits = model.head(hidden)
         right = right_tokens(batch, logits)
-        rows += answers(task, batch, right)
+        rows.extend(answers(task, batch, right))
         if task.states == "text":
-            given += answers(task, batch, right | batch.state_in_text)
+            given.extend(answers(task, batch, right | batch.state_in_text))
             states += map(state_by_state, batch.state_in_text.tolist(), right.tolist())
-            to_repeat += zip(*(x.tolist() for x in batch[:4]))
+            fields_needed = batch.tokens, batch.target, batch.asked, batch.state_in_text
+            to_repeat += zip(*(x.tolist() for x in fields_needed))
         if batch.predictive is not None:
             target = batch.target[batch.asked]
             nats.append(compare(logits, target, batch.predictive[batch.asked]).view(len(batch.asked), -1, 3))
@@ -627,14 +631,15 @@ def evaluate(model, task, stage, cfg):
     row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
            "by_answer": by_answer.tolist()}
     if given:
-        first_right = [sum(itertools.takewhile(bool, trace)) for trace in states]
+        first_right = [sum(itertools.takewhile(bool, trace)) for trace in states]    # before the first error
         row["next_state"] = sum(map(sum, states)) / sum(map(len, states))
         row["given_states"] = torch.stack(given).double().mean().item()
-        row["traces"] = list(map(list, zip(map(len, states), first_right, rows.mean(1).tolist())))
+        row["traces"] = [[len(trace), *others]
+                         for trace, *others in zip(states, first_right, rows.mean(1).tolist())]
     if nats:
         kl, loss, floor = torch.cat(nats).unbind(-1)                  # each (traces, answers)
         row.update(kl=kl.mean().item(), final_kl=kl[:, -1].mean().item(), loss=loss.mean().item(),
-                   floor=floor.mean().item(), kl_by_answer=kl.mean(0).tolist())
+                   floor=floor.mean().item())
     return row
 
 
@@ -668,8 +673,8 @@ def on_its_own(model, task, traces, cfg):
 
 def write_along(task, tokens, target, asked, is_state, right):
     """A generator that walks through one trace. It yields the next token to read; send(guess) gives it the
-    model's prediction of the token after that. For states, and for answers that end in a newline, it yields
-    the guesses, up to a newline or to twice the true length. It appends to `right` whether each answer was
+    model's prediction of the token after that. For states, and answers that end in a newline, it yields
+    guesses instead, up to a newline or twice the true length. It appends to `right` whether each answer was
     right. After the end it yields None."""
     newlines = task.tokenizer.newlines
     t = 0
@@ -710,7 +715,7 @@ FORMAT = "state tracking 2"
 
 
 def write_atomically(path, write):
-    """write(file) elsewhere, then rename it: after a crash, path is the old file or the new one, whole."""
+    """Write to a temporary file, then rename it: after a crash, path is the whole old or new file."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         write(file)
@@ -763,7 +768,7 @@ def find(cfg, overwrite):
     if not (folder / "ckpt.pt").exists():
         raise ValueError(f"{folder} exists and holds no run: choose another --out, or --overwrite")
     saved = load_checkpoint(folder)
-    settings = asdict(Config(**saved["config"]))          # settings newer than the run: defaults
+    settings = asdict(Config(**saved["config"]))          # newer settings get defaults
     if any(settings[name] != value for name, value in asdict(cfg).items() if name not in UNNAMED):
         raise ValueError(f"{folder} holds a run with other settings: choose another --out, or --overwrite")
     return "finished" if (folder / "result.json").exists() else saved
@@ -814,12 +819,12 @@ class Player:
 
     def say(self, line):
         """Read a line. If it has an answer or a state, print the model's prediction of it, and the truth.
-        Then the model reads the true answer, but the state that it predicted itself."""
+        It reads on after the true answer, or after the state that it predicted."""
         (tokens, marks, _), newlines = self.task.encode([line]), self.task.tokenizer.newlines
         if not any(marks):
             self.next(tokens)
             return
-        start = marks.index(max(marks))                                   # of the answer, or of the state
+        start = marks.index(ASKED if ASKED in marks else STATE)
         token, probability = self.next(tokens[:start])
         said = [token]
         if ASKED in marks:
@@ -838,12 +843,11 @@ class Player:
 
 
 def play(path, device):
-    """Read lines until there are no more, execute them, and say what the model expects each print to show.
+    """Execute the lines that you type, and say what the model expects each print to show.
     With states in the text the model also writes what memory holds, and reads on from what it wrote."""
     player, memory = Player(path, device), {}
     task, cfg = player.task, player.cfg
-    program = task.program(random.Random(cfg.seed), Stage(1), memory)
-    for line in data.run(itertools.islice(program, cfg.n_vars), memory, task.prompt, task.see):
+    for line in data.run(task.start(random.Random(cfg.seed), memory), memory, task.prompt, task.see):
         print(line.text, end="")
         player.say(line)
     prompt = task.prompt if sys.stdin.isatty() else ""
@@ -875,7 +879,7 @@ def train_all(configs, overwrite, command):
         check(cfg)
     if len({run_folder(cfg) for cfg in configs}) < len(configs):
         raise ValueError("two runs of this grid are the same: repeat no value")
-    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))    # of torchrun
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))    # by torchrun
     ours = list(enumerate(configs, 1))[rank::processes]
     plans = [(number, cfg, find(cfg, overwrite)) for number, cfg in ours]
     results, code = [], 0
@@ -908,7 +912,7 @@ def main(argv):
     try:
         allowed = ["device"] if args.play else FOR_EVAL
         if (args.play or args.eval) and (set(given) - set(allowed) or len(grid(args)) > 1):
-            raise ValueError(f"the settings are the run's: give only {', '.join(allowed)}, one value each")
+            raise ValueError(f"the run's settings hold: give only {', '.join(allowed)}, one value each")
         if args.play:
             play(args.play, given.get("device", "auto"))
         elif args.eval:
