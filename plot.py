@@ -1,6 +1,10 @@
 """
 Figures from finished runs, one function each; and looks inside a trained model.
 
+    python plot.py --all                                        every figure in assets/, in half a minute
+
+After the default run, try `curve`, `automaton` and `probe`:
+
     python plot.py curve out/deltanet-repl*                     accuracy while training
     python plot.py headline out/deltanet-repl* --at 128x16      by_hand's states; `positions`
     python plot.py positions out/deltanet-repl* --at 128x16     at each answer of a trace (P1 Fig. 4, left)
@@ -21,7 +25,6 @@ Figures from finished runs, one function each; and looks inside a trained model.
 
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
     python plot.py ladder assets/ladder.jsonl                   the same figure, from the table
-    python plot.py --all                                        every figure in assets/, from its table
 
 Runs that differ only in their seed are one curve, the median, in a band from the worst to the best. A label
 names the settings in which runs of its model differ; beta_max is written as the range of eigenvalues.
@@ -35,7 +38,7 @@ import json
 import math
 import random
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib
@@ -79,6 +82,8 @@ def load(args, aside=()):
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     if not runs:
         raise ValueError("no such runs in these files")
+    for result in runs:                                     # older than a setting: it has the default
+        result["config"] = {**asdict(Config()), **result["config"]}
     groups = defaultdict(list)
     for result in runs:
         name = label(result, runs, [*ASIDE, *aside, args.hide])

@@ -2891,6 +2891,9 @@ def test_a_label_names_what_differs_among_runs_of_its_model_and_eigenvalues_as_a
     groups = {name: len(runs) for name, runs in plot.load(args).items()}
     assert groups == {"deltanet, [-1, 1]": 2, "deltanet, [0, 1]": 1, "lstm": 1, "gru": 1}
     assert list(plot.load(of(models="gru,lstm"))) == ["lstm", "gru"]
+    before = result(seed=1)
+    del before["config"]["carry"]                                         # from before there was --carry
+    assert list(plot.load(of(result(seed=0), before))) == ["deltanet"]
 
 
 def test_learning_rates_are_never_pooled():
