@@ -269,7 +269,7 @@ def final(args):
 
 
 HOLDS = {   # the groups that one layer can hold in theory, with exact arithmetic and enough width
-    "deltanet": "Z2 S5swaps",                               # one reflection a token (2411.12537)
+    "deltanet": "Z2 S5swaps",                               # one reflection per token (2411.12537)
     "deltaproduct 2": "Z2 Z60 S5swaps S3 S4 A5",            # two make a rotation (2502.10297)
     "deltaproduct 4": "Z2 Z60 S5swaps S3 S4 A5 S5",         # four make a cycle of five
     "ssm": "Z2",                                            # diagonal: signs (2603.01959)
