@@ -27,7 +27,8 @@ the chunks' formulas, capitals but S have C rows: Q, K, V are a chunk's queries,
     delta_rule(..., backend="triton")  the same on a GPU, in one kernel forward and two backward
     decay_scan(...)                    linear attention with decay, S_t = a_t S_{t-1} + k_t v_t^T
 
-Check and time them:   python kernels.py
+On a first reading, take the loop, then the chunks; the GPU kernels can wait.
+Check and time them, a minute:   python kernels.py
 
 Sources: chunks, Yang et al. 2406.06484; one gate, Yang et al. 2412.06464; a gate per channel of the key, Kimi
 Linear 2510.26692; eigenvalues down to -1, Grazzi et al. 2411.12537. Not here: layers (models.py).
