@@ -699,9 +699,10 @@ def write_along(task, tokens, target, asked, is_state, right):
 def show(row, task):
     """One line about a row of `evaluate`."""
     [stage] = parse_stages(row["stage"])
-    text = f"eval    {stage}: {row['accuracy']:.2%} right, the last answer {row['final']:.2%}"
     if "kl" in row:
-        return f"{text}, KL {row['kl']:.4f} nats, loss {row['loss']:.3f}, floor {row['floor']:.3f}"
+        return (f"eval    {stage}: KL {row['kl']:.4f} nats per answer (0 is perfect), the last "
+                f"{row['final_kl']:.4f}; loss {row['loss']:.3f}, least possible {row['floor']:.3f}")
+    text = f"eval    {stage}: {row['accuracy']:.2%} right, the last answer {row['final']:.2%}"
     text += f" (chance {task.chance(stage):.1%})"
     if "next_state" in row:
         text += f"; given true states: {row['given_states']:.2%}, next state {row['next_state']:.2%}"
@@ -788,12 +789,13 @@ def open_metrics(path, steps):
 # All runs
 
 def table(results):
-    """Print a line per run: its cost, and the accuracy at each evaluated stage."""
+    """Print a line per run: its cost, and the accuracy, or the KL, at each evaluated stage."""
     stages = list(dict.fromkeys(row["stage"] for result in results for row in result["eval"]))
     print("  traces   steps seconds reached" + "".join(f"{stage:>14s}" for stage in stages) + "  run")
     for result in results:
-        accuracy = {row["stage"]: f"{row['accuracy']:.1%}" for row in result["eval"]}
-        cells = "".join(f"{accuracy.get(stage, ''):>14s}" for stage in stages)
+        scores = {row["stage"]: f"KL {row['kl']:.4f}" if "kl" in row else f"{row['accuracy']:.1%}"
+                  for row in result["eval"]}
+        cells = "".join(f"{scores.get(stage, ''):>14s}" for stage in stages)
         samples, steps, seconds = result["samples"], result["steps"], result["seconds"]
         print(f"{samples:8,}{steps:8,}{seconds:8.0f} {result['stage_reached']:>7s}{cells}  "
               f"{run_folder(Config(**result['config']))}")
