@@ -400,9 +400,10 @@ def samples(args):
                     axes.plot(x, seen or result["samples"], **look, fillstyle="full" if seen else "none")
                     if not seen:
                         end = result["eval"][0]["accuracy"]
-                        axes.annotate(f"{end:.0%}", (x, result["samples"]), (0, -7), fontsize=8, ha="center",
-                                      va="top", rotation=90, textcoords="offset points")
+                        axes.annotate(f"{end:.0%}", (x, result["samples"]), (0, 7), fontsize=8, ha="center",
+                                      rotation=90, textcoords="offset points")
         axes.set_yscale("log", base=2)
+        axes.margins(y=0.15)
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_xticks(range(len(names)), names, fontsize=8)
         axes.set_xlim(-0.5, len(names) - 0.5)
