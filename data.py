@@ -1,5 +1,5 @@
 """
-The tasks. A task is a few lines of Python that write lines of Python, and Python itself executes them.
+The tasks. A task is a few lines of Python that write a program, which Python itself executes.
 
 So what a `print` shows, and what memory holds after a line, comes from Python. One function, `run`, executes
 the lines; one method, `to_batch`, makes arrays of them. (Not for `group`, whose tokens are not text.)

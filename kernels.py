@@ -2,7 +2,7 @@
 The scans: how a linear RNN moves its state. First a plain loop as the reference, then chunks of many steps,
 then the same chunks as GPU kernels.
 
-The delta rule, per head, on a state S (K x V), with beta_t in [0, 2] and 0, 1 or K log-gates g_t <= 0:
+The delta rule, per head, on a state S (K x V), with beta_t in [0, 2], and no, one or K log-gates g_t <= 0:
 
     S <- diag(exp g_t) S
     S <- S + k_t d_t^T,  d_t = b_t (v_t - S^T k_t),  b_t = beta_t / |k_t|^2
@@ -20,7 +20,7 @@ bf16 has |k|^2 = 1.005 or 0.995: without the division the eigenvalue is not -1, 
 reflections the state has exploded or died.
 
 Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K). In
-the chunks' formulas, capitals but S have C rows: Q, K, V are a chunk's queries, keys and values.
+the chunks' formulas, capitals, except S, have C rows: Q, K, V are a chunk's queries, keys and values.
 
     delta_rule(..., backend="loop")    the reference: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device

@@ -1,5 +1,5 @@
 """
-One language model, fourteen mixers, each an equation, and a control without a mixer.
+One language model, fourteen mixers, most of them an equation, and a control without a mixer.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
@@ -17,9 +17,9 @@ One language model, fourteen mixers, each an equation, and a control without a m
   path              softmax attention without positions; each later token multiplies a key by I - beta w w^T
   no_mixer          a control: what the convolution and the MLP can do alone
 
-Those with an S output o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2 the eigenvalue 1 - beta_t
-reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers. In front
-of every mixer is the same short convolution; conv=0 leaves it out.
+Mixers with an S give out o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2 the eigenvalue
+1 - beta_t reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers.
+In front of every mixer is the same short convolution; conv=0 leaves it out.
 
 All have forward(x, state) -> (y, state). x is the whole sequence in training, one token in decoding, one
 segment after another in a long evaluation. The state is what a mixer carries from token to token, not the

@@ -14,9 +14,9 @@ T_s (m, m) is column-stochastic, T_s[i, j] = P(next is i | now j, s). Z_s (m,) i
 Who chooses the symbol? If the environment picks among the symbols that the state allows, then its choice
 carries information, and the formula is wrong (`python pfsa.py` shows a counterexample). P1 leaves this open.
 Here the environment draws a *query*, a set of symbols, independently of the state. Each state allows exactly
-one of them: the symbol. `print('b', b)` is a query, and its n possible outputs are the symbols. A
-*maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol. Then
-|Z_s b|_1 = P(s | query, past), the *predictive*, and its mean negative log is the Bayes floor, the least
+one symbol of the set, and that one occurs. `print('b', b)` is a query, and its n possible outputs are the
+symbols. A *maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol.
+Then |Z_s b|_1 = P(s | query, past), the *predictive*, and its mean negative log is the Bayes floor, the least
 expected loss of any model.
 
 Symbols: m states, n variables (m = n!), B sequences, L symbols in each, T tokens. P1 is arXiv 2602.14814,

@@ -6,7 +6,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
 After the default run, try `curve`, `automaton` and `probe`:
 
     python plot.py curve out/deltanet-repl*                     accuracy while training
-    python plot.py headline out/deltanet-repl* --at 128x16      by_hand's states; `positions`
+    python plot.py headline out/deltanet-repl* --at 128x16      left by_hand, right `positions`
     python plot.py positions out/deltanet-repl* --at 128x16     at each answer of a trace (P1 Fig. 4, left)
     python plot.py final out/deltanet-repl*                     at a trace's last answer (P1 Fig. 4, right)
     python plot.py ladder out/ladder/*                          a row per model, a column per group
@@ -19,9 +19,9 @@ After the default run, try `curve`, `automaton` and `probe`:
 
     python plot.py horizon out/deltanet-repl by_hand            how far they will read, from 64 commands
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
-    python plot.py probe out/deltanet-repl --at 64x8            prints whether states can be read off
-    python plot.py automaton out/deltanet-repl --at 64x8        prints how often its steps are Python's
-    python plot.py belief out/deltanet-pfsa --at 64x2:forced    prints what becomes of a belief
+    python plot.py probe out/deltanet-repl --at 64x8            whether states can be read off it
+    python plot.py automaton out/deltanet-repl --at 64x8        how often its steps are Python's
+    python plot.py belief out/deltanet-pfsa --at 64x2:forced    what becomes of its belief
 
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
     python plot.py ladder assets/ladder.jsonl                   the same figure, from the table
@@ -478,7 +478,7 @@ def headline(args):
     left, right = figure.subfigures(1, 2, width_ratios=[1.1, 1])
     swaps = ["a, c = c, a", "b, e = e, b", "c, d = d, c"]
     sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + swaps
-    titles = {2: "beta 2 reflects: two rows of the state exchange places",
+    titles = {2: "beta 2 reflects: two rows of the memory change places",
               1: "beta 1: both rows become their mean"}
     for panel, (beta, title) in zip(left.subfigures(2, 1), titles.items()):
         panel.suptitle(title, fontsize=11)
@@ -875,9 +875,9 @@ def horizon(args):
         if row["predicted"]:                                # else: not within 10^9 commands
             axes.scatter(row["predicted"], 0.9, s=300, color=look["color"], marker="*", zorder=3)
     doubling(axes, [64, 128, 256, 512, 1024, 2048, 4096])
-    axes.axvline(64, color="gray", label="all that predictions know;\ntrained up to here (carried: 4,096)")
+    axes.axvline(64, color="gray", label="trained up to here (carried: 4,096);\npredicted from traces up to here")
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
-                  "Without a print, states fade. Stars: where 90 % was predicted", 0.2)
+                  "Without a print, trained models forget. Stars: where 90 % was predicted", 0.2)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ state_weight times the state head's (P2 section 4). P1 has only the first.
 Curriculum: stages LxS, L commands with a print after every S-th (P1 section 4). A stage is passed when enough
 answers of the last ten batches are right (--advance), or after a fixed number of traces (--stage-samples, as
 in P1). With --carry n, the last stage's traces are n times as long and read in n pieces, one per update; the
-state is carried on, detached. A piece counts batch_size traces.
+model's state is carried on, without gradient. A piece counts as batch_size traces.
 
 Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces. The
 fall starts when the last stage is passed (not with --until), or `cooldown` before the end.
@@ -290,9 +290,9 @@ def answers(task, batch, right):
 
 
 def losses(task, model, batch, state=None):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; right answers (B, R), R per trace;
-    the model's new state."""
-    hidden, told, state = model(batch.tokens, state)
+    """-> 1. {"next", "reveal", "state"}: mean cross-entropies in nats; 2. which answers are right (B, R), R
+    per trace; 3. the model's new state."""
+    hidden, h, state = model(batch.tokens, state)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
     nats = nats.view_as(batch.target)
@@ -300,7 +300,7 @@ def losses(task, model, batch, state=None):
     if batch.asked.any():                                 # a piece of a long trace may ask nothing
         terms["reveal"] = nats[batch.asked].mean()
     if task.states in ("linear", "transformer", "contrastive"):
-        terms["state"] = model.to_state.loss(model, told, batch)
+        terms["state"] = model.to_state.loss(model, h, batch)
     return terms, answers(task, batch, right_tokens(batch, logits[to_write(batch)])), state
 
 
@@ -317,8 +317,10 @@ class Progress:
         self.end = total_samples(cfg, task, stages)                   # traces after which the run ends
         self.number = 0                                               # of the stage
         self.began = 0                                                # the step at which it began
-        self.recent, self.passed = [], []                             # accuracy of 10 batches; passed stages
-        self.held_out, self.until = [], None                          # [traces, stage, accuracy], ...; traces
+        self.recent = []                                              # accuracy of the last 10 batches
+        self.passed = []                                              # stages, and when
+        self.held_out = []                                            # [traces, stage, accuracy], ...
+        self.until = None                                             # traces when --until was reached
         self.state = None                                             # with --carry: the model's
 
     def saved(self):
@@ -444,7 +446,7 @@ def make_optimizers(cfg, model):
 def train(cfg, task, stages, model, folder, saved=None):
     """Train, from the start or from the checkpoint `saved`; write ckpt.pt and metrics.csv into `folder`.
     -> Progress, and why it ended: "done", "interrupted" or "nan"."""
-    device, harder = next(model.parameters()).device, eval_stages(cfg, task, stages)[0]
+    device, final_stage = next(model.parameters()).device, eval_stages(cfg, task, stages)[0]
     at = Progress(cfg, task, stages)                                  # where the run is
     optimizers = make_optimizers(cfg, model)
     if saved:
@@ -502,7 +504,7 @@ def train(cfg, task, stages, model, folder, saved=None):
             bar.set_postfix(stage=stage, loss=f"{loss.item():.3f}", right=f"{accuracy:.0%}", refresh=False)
 
             if at.step % cfg.eval_every == 0:
-                held_out_at = harder if at.last else stage
+                held_out_at = final_stage if at.last else stage
                 row["held_out"] = evaluate(model, task, held_out_at, cfg)["accuracy"]
                 at.held_out.append([at.samples, str(held_out_at), row["held_out"]])
                 tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, stage {stage}, "
