@@ -3250,7 +3250,7 @@ def test_help_has_an_example_of_every_command(capsys):
 @pytest.mark.parametrize("words, reason", [
     ("", "give a command"), ("curve", "give a command"), ("curv out", "invalid choice"),
     ("final nowhere", "give folders"), ("final broken.jsonl", "give folders"), ("nats table.jsonl", "no 'kl'"),
-    ("horizon table.jsonl", "no 'accuracy'"), ("ladder other.jsonl", "no 'model'"),
+    ("horizon table.jsonl", "no 'accuracy'"), ("ladder other.jsonl", "no 'config'"),
     ("final table.jsonl --models rnn", "no such runs"), ("positions table.jsonl --at 9x9", "0 curves"),
     ("positions table.jsonl --at long", "no stage"), ("probe nowhere --at 8x1", "no such checkpoint"),
     ("curve table.jsonl", "metrics.csv"), ("final table.jsonl --save x.doc", "not supported")])
