@@ -866,16 +866,21 @@ def horizon(args):
         rows = []
         for path in args.paths:
             cfg, task, model = one_layer(path)
-            rows.append({"of": path, **measure_horizon(model, task, cfg)})
+            last = trained({"task": cfg.task, "config": vars(cfg)}).length * cfg.carry
+            rows.append({"of": path, "trained": None if path == "by_hand" else last,
+                         **measure_horizon(model, task, cfg)})
         Path(args.save).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     axes = plt.subplots(figsize=(9, 4.5))[1]
     for row, look in zip(rows, LOOKS):                      # of the first five
         commands, accuracy = zip(*row["accuracy"])
-        axes.plot(commands, accuracy, **look, label=Path(row["of"]).name)
+        name = Path(row["of"]).name
+        if row["trained"]:                                  # else: written by hand
+            name += f", trained up to {row['trained']:,}"
+        axes.plot(commands, accuracy, **look, label=name)
         if row["predicted"]:                                # else: not within 10^9 commands
             axes.scatter(row["predicted"], 0.9, s=300, color=look["color"], marker="*", zorder=3)
     doubling(axes, [64, 128, 256, 512, 1024, 2048, 4096])
-    axes.axvline(64, color="gray", label="trained up to here (carried: 4,096);\npredicted from traces up to here")
+    axes.axvline(DEPTHS[-1], color="gray", label="predicted from traces up to here")
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
                   "Without a print, trained models forget. Stars: where 90 % was predicted", 0.2)
 

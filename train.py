@@ -703,7 +703,7 @@ def show(row, task):
     [stage] = parse_stages(row["stage"])
     if "kl" in row:
         return (f"eval    {stage}: KL {row['kl']:.4f} nats per answer (0 is perfect), the last "
-                f"{row['final_kl']:.4f}; loss {row['loss']:.3f}, least possible {row['floor']:.3f}")
+                f"{row['final_kl']:.4f}; loss {row['loss']:.3f}, of exact beliefs {row['floor']:.3f}")
     text = f"eval    {stage}: {row['accuracy']:.2%} right, the last answer {row['final']:.2%}"
     text += f" (chance {task.chance(stage):.1%})"
     if "next_state" in row:
