@@ -1515,11 +1515,25 @@ def in_floats(automaton):
     return pfsa.PFSA(automaton.T.astype(float), automaton.Z, automaton.q0.astype(float), automaton.queries)
 
 
+def sample(automaton, rng, queries):
+    """Walk: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
+    allowed = np.array([query[automaton.Z[query].argmax(0)] for query in automaton.queries])   # (queries, m)
+    B, L = np.shape(queries)
+    symbols, states = np.empty((B, L), int), np.empty((B, L + 1), int)
+    uniform = rng.random((B, L + 1, 1))
+    states[:, 0] = (uniform[:, 0] >= automaton.q0.astype(float).cumsum()[:-1]).sum(1)
+    for t, query in enumerate(np.transpose(queries)):
+        symbols[:, t] = allowed[query, states[:, t]]
+        moves = automaton.T[symbols[:, t], :, states[:, t]].astype(float).cumsum(1)            # (B, m)
+        states[:, t + 1] = (uniform[:, t + 1] >= moves[:, :-1]).sum(1)
+    return symbols, states
+
+
 def test_the_filter_is_bayes_by_brute_force_in_fractions():
     rng = np.random.default_rng(0)
-    for _ in range(2000):
+    for _ in range(500):
         exact = random_automaton(rng, int(rng.integers(2, 4)))
-        symbols, _ = exact.sample(rng, rng.integers(2, size=(1, 4)))
+        symbols, _ = sample(exact, rng, rng.integers(2, size=(1, 4)))
         beliefs, predictive = exact.filter(symbols)
         want, chances = enumerated(exact, symbols[0])
         assert beliefs[0].tolist() == want and predictive[0].tolist() == chances
@@ -1532,7 +1546,7 @@ def test_the_belief_is_how_often_a_state_is_there():
     """Among sampled sequences with the same symbols, states occur as often as the filter says."""
     rng = np.random.default_rng(1)
     automaton = in_floats(random_automaton(rng, 4))
-    symbols, states = automaton.sample(rng, np.tile([1, 0, 1], (200_000, 1)))
+    symbols, states = sample(automaton, rng, np.tile([1, 0, 1], (200_000, 1)))
     beliefs, predictive = automaton.filter(symbols)
     for seen in np.unique(symbols, axis=0):
         same = (symbols == seen).all(1)
@@ -1576,7 +1590,9 @@ def test_the_papers_numbers_come_out_exactly():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_linear_filter_dies_where_its_format_ends(dtype):
-    n = pfsa.dies_at(dtype)
+    """The smallest subnormal is tiny * eps; half of it is a tie, and rounds to even: 0."""
+    info = torch.finfo(dtype)
+    n = round(-math.log2(info.tiny) - math.log2(info.eps)) + 1
     for automaton, pair in ((pfsa.figure_9(), [0, 1]), (pfsa.maybe_swaps(3), FIGURE_10)):
         mass = pfsa.linear_filter(automaton, [pair * n], dtype)[0, ::2].sum(1)
         assert mass[n - 1] > 0 and mass[n] == 0
@@ -1585,9 +1601,10 @@ def test_a_linear_filter_dies_where_its_format_ends(dtype):
 
 def test_marginals_are_exact_without_reveals_and_an_approximation_with_them():
     rng, automaton = np.random.default_rng(0), pfsa.maybe_swaps(3)
+    held = np.eye(3)[pfsa.arrangements(3)]                                # (states, position, thing)
     for spacing, low, high in ((41, 0, 1e-12), (4, 0.05, 1)):
-        symbols, _ = automaton.sample(rng, pfsa.schedule(rng, 3, 100, 40, spacing))
-        truth = pfsa.marginals(automaton.filter(symbols)[0], 3)
+        symbols, _ = sample(automaton, rng, [pfsa.schedule(rng, 3, 40, spacing) for _ in range(30)])
+        truth = np.tensordot(automaton.filter(symbols)[0], held, 1)
         found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, symbols))
         assert np.allclose(truth.sum(-1), 1) and np.allclose(truth.sum(-2), 1)
         assert np.allclose(found[ok].sum(-1), 1) and np.allclose(found[ok].sum(-2), 1)
@@ -1602,18 +1619,11 @@ def test_sinkhorn_flags_what_has_underflowed():
     assert not ok and np.isfinite(found).all()
 
 
-def test_a_filter_of_100000_steps_has_no_nan():
+def test_a_filter_of_20000_steps_has_no_nan():
     rng, automaton = np.random.default_rng(0), pfsa.maybe_swaps(3)
-    symbols, _ = automaton.sample(rng, rng.integers(6, size=(2, 100_000)))
+    symbols, _ = sample(automaton, rng, rng.integers(6, size=(2, 20_000)))
     beliefs, predictive = automaton.filter(symbols)
     assert np.isfinite(predictive).all() and np.allclose(beliefs.sum(-1), 1)
-
-
-def test_ten_thousand_sequences_with_beliefs_are_made_in_five_seconds():
-    rng, automaton, began = np.random.default_rng(0), pfsa.maybe_swaps(3), time.process_time()
-    symbols, _ = automaton.sample(rng, pfsa.schedule(rng, 3, 10_000, 128))
-    beliefs, _ = automaton.filter(symbols)
-    assert beliefs.shape == (10_000, 129, 6) and time.process_time() - began < 5
 
 
 def test_bad_automata_and_impossible_symbols_are_named():
@@ -1649,11 +1659,9 @@ def believed(text):
 
 
 @pytest.mark.parametrize("n_vars, stage, answers", [
-    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (3, "14x2:3", 7), (3, "16x2:adversarial", 8),
-    (4, "16x2:forced", 9), (0, "16x2", 8), (0, "17x2:4", 8), (0, "16x2:forced", 9)])
+    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (4, "16x2:forced", 9)])
 def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, stage, answers):
-    task, [stage] = pfsa.MaybeSwaps(n_vars) if n_vars else pfsa.Trap(), parse_stages(stage)
-    states = list(task.number) if n_vars else [(1,), (2,), (3,)]
+    task, [stage] = pfsa.MaybeSwaps(n_vars), parse_stages(stage)
     traces = [task.draw(random.Random(i), stage, "test") for i in range(8)]
     batch = task.to_batch(traces)
     for b, lines in enumerate(traces):
@@ -1664,7 +1672,7 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
             held = Counter()
             for (values, _), weight in worlds.items():
                 held[values] += weight
-            want = [held[values] / held.total() for values in states]
+            want = [held[values] / held.total() for values in task.number]
             assert np.allclose(batch.belief[b, end], want, atol=1e-6)     # zeros until all are assigned
             state = batch.state[b, end, 0]
             assert state == -1 if sum(want) == 0 else want[state] > 0     # the truth is thought possible
@@ -1674,17 +1682,6 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
                         for x in range(1, len(batch.predictive[b, at]) + 1)]
                 assert np.allclose(batch.predictive[b, at], odds, atol=1e-6)
                 assert task.tokenizer.decode([batch.target[b, at]]) == line.answer
-
-
-@pytest.mark.parametrize("task", [pfsa.MaybeSwaps(3), pfsa.Trap()])
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_a_run_of_k_is_k_branches_each_with_a_print(task, k):
-    for i in range(20):
-        lines = task.draw(random.Random(i), Stage(24, 4, str(k)), "train")
-        text = "".join(line.source + ";" for line in lines if line.source)
-        runs = re.findall(r"(([^;]*random\(\)[^;]*;)(print[^;]*;)(?:\2\3)*)", text)
-        assert max(run.count("print") for run, *_ in runs) >= k
-        assert sum(line.source != "" for line in lines) == 1 + task.first + 24
 
 
 def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess():
@@ -1734,9 +1731,9 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
 @pytest.mark.parametrize("make, says", [
     (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
     (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: the state is hidden"),
-    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "is adversarial, forced"),
+    (lambda: pfsa.MaybeSwaps(3, states="transformer"), "--states transformer: the state is hidden"),
+    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "write LxS, or Lx2:forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "4")), "no other lines"),
     (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
