@@ -1,5 +1,5 @@
 """
-One language model, fourteen mixers, most of them an equation, and a control without a mixer.
+One language model, twelve mixers, most of them an equation, and a control without a mixer.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
@@ -12,9 +12,8 @@ One language model, fourteen mixers, most of them an equation, and a control wit
   rotary_ssm        S_t = (1 - beta_t) R_t S_{t-1} + beta_t k_t v_t^T               R turns pairs of rows
   block_diagonal    h_t = A_t h_{t-1}, blocks of h scaled to length 1               A of dense 8x8 blocks
   m2rnn             S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)       not linear in S
-  lstm, gru, rnn    torch's own, not linear in the state either
+  lstm, gru         torch's own, not linear in the state either
   transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
-  path              softmax attention without positions; each later token multiplies a key by I - beta w w^T
   no_mixer          a control: what the convolution and the MLP can do alone
 
 Mixers with an S give out o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2 the eigenvalue
@@ -44,6 +43,17 @@ from kernels import decay_scan, delta_rule
 
 PAD = 0                                            # the token after a trace's end, as in data.py
 RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depend on the dtype
+
+
+class Linear(nn.Linear):
+    """Its weights start normal (`init_weights` draws them), of such a size that the sum of `terms` outputs has
+    the variance of one input. Its bias starts at 0."""
+
+    def __init__(self, inputs, outputs, bias=False, terms=1):
+        super().__init__(inputs, outputs, bias)
+        self.std = (terms * inputs) ** -0.5
+        if bias:
+            nn.init.zeros_(self.bias)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -84,9 +94,9 @@ class LinearAttention(nn.Module):
         D = cfg.d_model
         self.n_head, self.head_dim = cfg.n_head, D // cfg.n_head
         self.beta_max = cfg.beta_max
-        self.qkv = nn.Linear(D, (1 + 2 * self.steps) * D, bias=False)
+        self.qkv = Linear(D, (1 + 2 * self.steps) * D)
         self.norm = RMSNorm(self.head_dim)
-        self.out = nn.Linear(D, D, bias=False)
+        self.out = Linear(D, D, terms=2 * cfg.n_layer)
 
     def project(self, x):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
@@ -111,7 +121,7 @@ class DeltaNet(LinearAttention):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.to_beta = nn.Linear(cfg.d_model, self.steps * cfg.n_head)
+        self.to_beta = Linear(cfg.d_model, self.steps * cfg.n_head, bias=True)
 
     def beta(self, x):
         """(B, T, D) -> (B, T*steps, H) in (0, beta_max); 1 - beta is the eigenvalue along k."""
@@ -127,10 +137,10 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.to_gate = nn.Linear(cfg.d_model, cfg.n_head)
+        self.to_gate = Linear(cfg.d_model, cfg.n_head, bias=True)
 
     def scan(self, x, q, k, v, S):
-        g = F.logsigmoid(self.to_gate(x).float())
+        g = F.logsigmoid(self.to_gate(x).float() + 4)
         g = g.unflatten(-1, (self.n_head, -1))                          # (B, T, H, 1), or (B, T, H, K) in KDA
         return delta_rule(q, k, v, self.beta(x), g, S)
 
@@ -141,7 +151,7 @@ class KDA(GatedDeltaNet):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.to_gate = nn.Linear(cfg.d_model, cfg.d_model)
+        self.to_gate = Linear(cfg.d_model, cfg.d_model, bias=True)
 
 
 class DeltaProduct(DeltaNet):
@@ -183,7 +193,7 @@ class RotarySSM(SSM):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.to_angle = nn.Linear(cfg.d_model, cfg.d_model // 2, bias=False)
+        self.to_angle = Linear(cfg.d_model, cfg.d_model // 2)
 
     def scan(self, x, q, k, v, state):
         S, past = state or (None, 0)
@@ -205,10 +215,10 @@ class BlockDiagonal(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         D = cfg.d_model
-        self.to_blocks = nn.Linear(D, 2 * D * self.size, bias=False)
-        self.start = nn.Parameter(torch.empty(2 * D // self.size, self.size))
+        self.to_blocks = Linear(D, 2 * D * self.size)
+        self.start = nn.Parameter(torch.randn(2 * D // self.size, self.size) / self.size ** 0.5)
         self.norm = RMSNorm(2 * D)
-        self.out = nn.Linear(2 * D, D, bias=False)
+        self.out = Linear(2 * D, D, terms=2 * cfg.n_layer)
 
     def forward(self, x, h=None):
         blocks = self.to_blocks(x).unflatten(-1, (-1, self.size, self.size))
@@ -225,8 +235,8 @@ class M2RNN(LinearAttention):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.within = nn.Parameter(torch.empty(self.n_head, self.head_dim, self.head_dim))
-        self.to_forget = nn.Linear(cfg.d_model, cfg.n_head)
+        self.within = nn.Parameter(torch.eye(self.head_dim).repeat(self.n_head, 1, 1))
+        self.to_forget = Linear(cfg.d_model, cfg.n_head, bias=True)
 
     def scan(self, x, q, k, v, S):
         f = torch.sigmoid(self.to_forget(x).float())[..., None, None]   # (B, T, H, 1, 1)
@@ -253,8 +263,8 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.n_head = cfg.n_head
-        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=False)
-        self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
+        self.qkv = Linear(cfg.d_model, 3 * cfg.d_model)
+        self.out = Linear(cfg.d_model, cfg.d_model, terms=2 * cfg.n_layer)
 
     def forward(self, x, state=None):
         qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))
@@ -270,42 +280,16 @@ class Attention(nn.Module):
         return y, (k, v)
 
 
-class PaTH(Attention):
-    """PaTH attention (2505.16381): reflections, chosen by the tokens, instead of positions. For the query of
-    token t, the key of token s is H_t ... H_{s+1} k_s, H = I - beta w w^T. State: these keys, and the
-    values."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.beta_max = cfg.beta_max
-        self.to_w = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
-        self.to_beta = nn.Linear(cfg.d_model, cfg.n_head)
-
-    def forward(self, x, state=None):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        w = F.normalize(self.to_w(x).unflatten(-1, (self.n_head, -1)), dim=-1).transpose(1, 2)
-        beta = self.beta_max * torch.sigmoid(self.to_beta(x)).transpose(1, 2)[..., None]   # (B, H, T, 1)
-        keys, values = state or (k[:, :, :0], v[:, :, :0])
-        read = []
-        for t in range(x.shape[1]):
-            now = slice(t, t + 1)
-            keys = keys - beta[:, :, now] * (keys @ w[:, :, now].mT) * w[:, :, now]
-            keys, values = torch.cat([keys, k[:, :, now]], 2), torch.cat([values, v[:, :, now]], 2)
-            read.append(F.scaled_dot_product_attention(q[:, :, now], keys, values))
-        return self.out(torch.cat(read, 2).transpose(1, 2).flatten(2)), (keys, values)
-
-
 class Recurrent(nn.Module):
-    """torch's LSTM, GRU or tanh RNN of width D. State: what torch returns. With torch's initial bias, an LSTM
-    halves its cells at every token, and no gradient reaches back 30 tokens: so here the gate that keeps the
-    state starts near 1 (a bias for forget gates: Jozefowicz et al., ICML 2015)."""
+    """torch's LSTM or GRU of width D. State: what torch returns. With torch's initial bias, an LSTM halves its
+    cells at every token, and no gradient reaches back 30 tokens: so here the gate that keeps the state starts
+    near 1 (a bias for forget gates: Jozefowicz et al., ICML 2015)."""
 
     def __init__(self, cfg, kind):
         super().__init__()
         D = cfg.d_model
         self.rnn = kind(D, D, batch_first=True)
-        if kind is not nn.RNN:
-            nn.init.constant_(self.rnn.bias_ih_l0[D:2 * D], 4)          # lstm: forget gate, gru: update gate
+        nn.init.constant_(self.rnn.bias_ih_l0[D:2 * D], 4)              # lstm: forget gate, gru: update gate
 
     def forward(self, x, state=None):
         return self.rnn(x, state)
@@ -316,7 +300,7 @@ class NoMixer(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=False)
+        self.out = Linear(cfg.d_model, cfg.d_model, terms=2 * cfg.n_layer)
 
     def forward(self, x, state=None):
         return self.out(x), ()
@@ -333,10 +317,8 @@ MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y
     "block_diagonal": BlockDiagonal,
     "m2rnn": M2RNN,
     "transformer": Attention,
-    "path": PaTH,
     "lstm": lambda cfg: Recurrent(cfg, nn.LSTM),
     "gru": lambda cfg: Recurrent(cfg, nn.GRU),
-    "rnn": lambda cfg: Recurrent(cfg, nn.RNN),
     "no_mixer": NoMixer,
 }
 
@@ -349,8 +331,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.up = nn.Linear(cfg.d_model, 2 * cfg.d_mlp, bias=False)
-        self.down = nn.Linear(cfg.d_mlp, cfg.d_model, bias=False)
+        self.up = Linear(cfg.d_model, 2 * cfg.d_mlp)
+        self.down = Linear(cfg.d_mlp, cfg.d_model, terms=2 * cfg.n_layer)
 
     def forward(self, x):
         gate, up = self.up(x).chunk(2, -1)
@@ -379,7 +361,7 @@ class Block(nn.Module):
 class LM(nn.Module):
     """`forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is a
     state head (below), used only in its loss; n_slots and n_classes are for LinearHead. cfg has model,
-    d_model, d_mlp, n_layer, n_head, conv, beta_max, n_householder, states and state_layer, as in train.py."""
+    d_model, d_mlp, n_layer, n_head, conv, beta_max, n_householder and states, as in train.py."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
@@ -389,7 +371,6 @@ class LM(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         init_weights(self)
-        self.state_layer = cfg.state_layer or cfg.n_layer
         # The state head is made last, so that it does not change the other initial weights.
         self.to_state = nn.Identity()
         if cfg.states == "linear" and n_slots:
@@ -399,60 +380,49 @@ class LM(nn.Module):
         elif cfg.states == "contrastive":
             self.to_state = ContrastiveHead()
 
+    def layers(self, tokens, state=None):
+        """tokens (B, T) int64; state: None, or the previous call's -> [x (B, T, D) before the first block and
+        after each block]; the new state, a list with an entry per block."""
+        x, new = [self.embed(tokens)], []
+        for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
+            y, after = block(x[-1], before)
+            x.append(y)
+            new.append(after)
+        return x, new
+
     def forward(self, tokens, state=None):
-        """tokens (B, T) int64; state: None, or the previous call's -> hidden (B, T, D); h (B, T, D) for the
-        state head: the norm of block state_layer's output (0: last block); state: a list, one entry per
-        block."""
-        x, new = self.embed(tokens), []
-        for i, block in enumerate(self.blocks):
-            x, block_state = block(x, state[i] if state else None)
-            new.append(block_state)
-            if i + 1 == self.state_layer:
-                h = x
-        hidden = self.norm(x)
-        h = hidden if self.state_layer == len(self.blocks) else self.norm(h)
-        return hidden, h, new
+        """As `layers`, but only the last block's output, normalised -> hidden (B, T, D); state."""
+        x, state = self.layers(tokens, state)
+        return self.norm(x[-1]), state
 
 
 def init_weights(model):
     """parameter                     | start
     --------------------------------|-----------------------------------------
     embedding                       | normal, std 1
-    every matrix                    | normal, std 1 / sqrt(inputs)
-    mixer.out, mlp.down             | the same / sqrt(2 n_layer): together they add a variance of 1
+    Linear                          | normal, std 1 / sqrt(inputs)
+    Linear: mixer.out, mlp.down     | the same / sqrt(2 n_layer): together they add a variance of 1
     head, linear state head         | zero: the first guess is uniform, the first loss log(vocabulary)
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
-    to_gate bias                    | 4: the gate starts at 0.98
-    every other bias                | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
-    within (m2rnn)                  | the identity
-    lstm, gru, rnn                  | torch's, but 4 for the forget (gru: update) gate's bias_ih
+    bias of a Linear                | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
+    all else, also in your mixer    | what its __init__ sets
     """
-    for name, p in model.named_parameters():
-        if ".rnn." in name or "norm" in name:
-            continue
-        elif name.endswith("to_gate.bias"):
-            nn.init.constant_(p, 4)
-        elif name.endswith(("head.weight", "bias")):
-            nn.init.zeros_(p)
-        elif name.endswith("within"):
-            p.data.copy_(torch.eye(p.shape[-1]).expand_as(p))
-        elif name.endswith("conv.weight"):
-            bound = max(1, len(p)) ** -0.5
-            nn.init.uniform_(p, -bound, bound)
-        elif name.startswith("embed"):
-            nn.init.normal_(p)
-        elif name.endswith(("mixer.out.weight", "mlp.down.weight")):
-            nn.init.normal_(p, std=(2 * len(model.blocks) * p.shape[1]) ** -0.5)
-        else:
-            nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    nn.init.normal_(model.embed.weight)
+    nn.init.zeros_(model.head.weight)
+    for module in model.blocks.modules():
+        if isinstance(module, Linear):
+            nn.init.normal_(module.weight, std=module.std)
+        elif isinstance(module, ShortConv):
+            bound = max(1, len(module.weight)) ** -0.5
+            nn.init.uniform_(module.weight, -bound, bound)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # State heads (P2 section 4): supervise the hidden vector at a line's end with the program's state there.
-# All have loss(lm, h, batch) -> nats: h (B, T, D) from LM.forward, batch a data.Batch of tensors.
+# All have loss(lm, h, batch) -> nats: h (B, T, D) hidden vectors, batch a data.Batch of tensors.
 
 class LinearHead(nn.Linear):
-    """n_slots softmaxes over n_classes. Labels: classes, or (pfsa, trap) exact beliefs."""
+    """n_slots softmaxes over n_classes. Labels: classes, or (pfsa) exact beliefs."""
 
     def __init__(self, cfg, n_slots, n_classes):
         super().__init__(cfg.d_model, n_slots * n_classes, bias=False)
@@ -486,9 +456,9 @@ class TransformerHead(nn.Module):
 
     def __init__(self, cfg, vocab_size):
         super().__init__()
-        cfg = SimpleNamespace(**{**vars(cfg), "conv": 0})
+        cfg = SimpleNamespace(**{**vars(cfg), "conv": 0, "n_layer": 2})
         self.embed = nn.Embedding(vocab_size, cfg.d_model)
-        self.blocks = nn.ModuleList(Block(cfg, "transformer") for _ in range(2))
+        self.blocks = nn.ModuleList(Block(cfg, "transformer") for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         init_weights(self)
@@ -515,7 +485,7 @@ class ContrastiveHead(nn.Module):
         """The mean of both directions, line to state and state to line."""
         trace, place, text = stated_lines(batch)
         text, number = text.unique(dim=0, return_inverse=True)          # (U, W), (N,)
-        _, read, _ = lm(text)
+        read, _ = lm(text)
         ends = (text != PAD) & (F.pad(text, (0, 1))[:, 1:] == PAD)      # (U, W), a text's last token
         states = F.normalize(read[ends], dim=-1)                        # (U, D)
         lines = F.normalize(h[trace, place], dim=-1)                    # (N, D)
@@ -549,7 +519,7 @@ def by_hand(task, places=2):
     n, D = task.n_vars, 64
     near, far = 2.0 ** -30, 2.0 ** 10                                   # near 0 SiLU(x) = x / 2
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=4, beta_max=2.0,
-                          states="none", state_layer=0)
+                          states="none")
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
     for parameter, p in lm.named_parameters():
         p.fill_(1.0 if "norm" in parameter else 0.0)
@@ -600,7 +570,7 @@ def in_pieces(model, tokens, length):
     """-> hidden (B, T, D), computed `length` tokens at a time."""
     state, pieces = None, []
     for piece in tokens.split(length, 1):
-        hidden, _, state = model(piece, state)
+        hidden, state = model(piece, state)
         pieces.append(hidden)
     return torch.cat(pieces, 1)
 
@@ -608,7 +578,7 @@ def in_pieces(model, tokens, length):
 @torch.no_grad()
 def main():
     cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, conv=4, beta_max=2.0, n_householder=2,
-                          states="none", state_layer=0)
+                          states="none")
     torch.manual_seed(0)
     tokens = torch.randint(256, (1, 60))
     print("model              parameters  state, numbers  token by token  in segments")
@@ -616,7 +586,7 @@ def main():
         cfg.model = name
         model = LM(cfg, vocab_size=256)
         size = sum(p.numel() for p in model.parameters())
-        whole, _, state = model(tokens)
+        whole, state = model(tokens)
         numbers = sum(x.numel() for x in tensors(state))
         pieces = [in_pieces(model, tokens, length) for length in (1, 23)]
         one, some = ((x - whole).abs().max() for x in pieces)

@@ -5,7 +5,7 @@ Real code branches on values that a trace does not show. A reader is left with a
 every state. It moves with each line and sharpens with each print. P1 (section 5) models this as a PFSA-SR, a
 probabilistic finite-state automaton with state reveals, and argues that beliefs are hard for linear RNNs: a
 belief is renormalised at each reveal, and a linear recurrence cannot divide. This file has the automata, the
-exact Bayes filter, the filters that a linear RNN could hold instead, and the tasks pfsa and trap.
+exact Bayes filter, the filters that a linear RNN could hold instead, and the task pfsa.
 
     b <- T_s Z_s b / |Z_s b|_1         Z_s b: condition on what symbol s reveals;   T_s: then move
 
@@ -40,8 +40,8 @@ from data import LETTERS, Stage, Task, run
 
 class PFSA:
     """T (symbols, m, m) and Z (symbols, m); q0: the first state, or a distribution (m,); queries: lists of
-    symbols, only needed to sample. Computes in float64, or exactly if T holds Fractions. Raises ValueError
-    where probabilities do not sum to 1, or a state does not allow exactly one symbol of a query."""
+    symbols. Computes in float64, or exactly if T holds Fractions. Raises ValueError where probabilities do
+    not sum to 1, or a state does not allow exactly one symbol of a query."""
 
     def __init__(self, T, Z, q0, queries=()):
         exact = np.asarray(T).dtype == object
@@ -81,22 +81,6 @@ class PFSA:
             beliefs[:, t + 1] = moved[..., 0]
         return beliefs, predictive
 
-    def sample(self, rng, queries):
-        """Queries (B, L), by number -> symbols (B, L), states (B, L+1) int64. rng: a numpy Generator."""
-        B, L = queries.shape
-        symbols, states = np.empty((B, L), np.int64), np.empty((B, L + 1), np.int64)
-        # the one symbol of each query that a state allows, (queries, m)
-        allowed = np.array([query[self.Z[query].argmax(0)] for query in self.queries])
-        start = self.q0.astype(float).cumsum()
-        moves = self.T.astype(float).cumsum(1)                            # (symbols, m, m), columns up to 1
-        uniform = rng.random((B, L + 1, 1))
-        states[:, 0] = (uniform[:, 0] >= start[:-1]).sum(1)
-        for t in range(L):
-            s = symbols[:, t] = allowed[queries[:, t], states[:, t]]
-            cumulative = moves[s, :-1, states[:, t]]                      # (B, m-1): how many does it pass?
-            states[:, t + 1] = (uniform[:, t + 1] >= cumulative).sum(1)
-        return symbols, states
-
 
 # ----------------------------------------------------------------------------------------------------------
 # What a linear recurrence can hold
@@ -104,7 +88,7 @@ class PFSA:
 def linear_filter(pfsa, symbols, dtype=torch.float64):
     """Deferred normalisation: h <- T Z h; only to read h, divide it by its sum. Symbols (B, L) -> h
     (B, L+1, m) in this torch dtype, to which each product and sum is rounded. Each reveal multiplies the mass
-    of h by a probability, and nothing undoes this: see `dies_at`."""
+    of h by a probability, and nothing undoes this: in the end the mass is 0."""
     symbols = torch.as_tensor(symbols)
     TZ = torch.tensor((pfsa.T * pfsa.Z[:, None]).astype(float)).to(dtype)
     q0 = torch.tensor(pfsa.q0.astype(float)).to(dtype)
@@ -115,14 +99,6 @@ def linear_filter(pfsa, symbols, dtype=torch.float64):
             moved = moved + TZ[s, :, j] * h[-1][:, j, None]
         h.append(moved)
     return torch.stack(h, 1)
-
-
-def dies_at(dtype):
-    """-> how many reveals of probability 1/2 turn a mass of 1 to 0 in this torch dtype. The smallest
-    subnormal number is tiny * eps; half of it is a tie, and rounds to even: 0."""
-    info = torch.finfo(dtype)
-    halvings = -np.log2(info.tiny) - np.log2(info.eps)
-    return round(halvings) + 1
 
 
 def marginal_filter(n, symbols):
@@ -209,35 +185,17 @@ def holds(n, i, j):
     return n_swaps(n) + n * i + j
 
 
-def marginals(beliefs, n):
-    """Beliefs (..., n!) over `arrangements(n)` -> (..., n, n), P(position i holds j)."""
-    one_hot = np.eye(n)[np.array(arrangements(n))]                        # (n!, n, n)
-    return np.tensordot(np.asarray(beliefs, float), one_hot, 1)
+def schedule(rng, n, L, every=2, forced=False):
+    """-> L queries of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. L // every of them,
+    at random places, are prints of random positions; the others are maybe-swaps of random pairs.
 
-
-def schedule(rng, n, B, L, every=2, kind=""):
-    """-> queries (B, L) of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. Of L lines,
-    L // every are prints. Their places are random, but the same in all B; positions are uniform.
-
-    kind "adversarial": again and again, the last two positions, n-2 and n-1, may swap, then n-2 is printed.
-    "forced", for P1 Figure 10: the same, but the last two lines print n-2, then n-1. A number k: somewhere
-    stands a block, k times a maybe-swap of the same two positions and a print of the same one of them; all
-    other lines are random."""
-    if kind.isdigit():
-        pair = sorted(rng.choice(n, 2, replace=False))
-        block = [swap(n, *pair), n_swaps(n) + rng.choice(pair)] * int(kind)
-        others = schedule(rng, n, B, L - len(block), every)
-        return np.insert(others, [rng.integers(L - len(block) + 1)] * len(block), block, axis=1)
-    if kind == "":
-        swapped, printed = rng.integers(n_swaps(n), size=(B, L)), rng.integers(n, size=(B, L))
-        is_print = rng.permutation(L) < L // every
-    else:
-        swapped, printed = swap(n, n - 2, n - 1), np.full(L, n - 2)
-        is_print = np.arange(L) % 2 == 1
-    if kind == "forced":
-        is_print[-2:] = True
-        printed[-1] = n - 1
-    return np.broadcast_to(np.where(is_print, n_swaps(n) + printed, swapped), (B, L))
+    forced, for P1 Figure 10: again and again, the last two positions, n-2 and n-1, may swap, then n-2 is
+    printed. But the last two lines print n-2, then n-1."""
+    if forced:
+        may_swap, print_one, print_other = swap(n, n - 2, n - 1), n_swaps(n) + n - 2, n_swaps(n) + n - 1
+        return ([may_swap, print_one] * L)[:L - 2] + [print_one, print_other]
+    swapped, printed = rng.integers(n_swaps(n), size=L), n_swaps(n) + rng.integers(n, size=L)
+    return np.where(rng.permutation(L) < L // every, printed, swapped)
 
 
 def figure_9():
@@ -251,16 +209,6 @@ def figure_9():
     return PFSA([step, stay, stay], [[1, 1, 1], [0, 1, 1], [1, 0, 0]], 1, [[0], [1, 2]])
 
 
-def trap():
-    """Figure 9 with a way back, so that traces may be long. Symbols: step; "now it is 1"; "now it is 2"; a
-    print of "it is 0", "it is 1 or 2"; a print of "it is 0", "it is 1", "it is 2"."""
-    stay = np.eye(3)
-    step = figure_9().T[0].astype(float)
-    to_1, to_2 = (np.outer(stay[i], np.ones(3)) for i in (1, 2))
-    Z = [[1, 1, 1]] * 3 + [[1, 0, 0], [0, 1, 1]] + [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    return PFSA([step, to_1, to_2] + [stay] * 5, Z, 1, [[0], [1], [2], [3, 4], [5, 6, 7]])
-
-
 def appendix_b():
     """P1 appendix B: arrangements of three in the order 123, 213, 321, 132, 231, 312, from 123. Symbols: "try
     swap 1-2", which swaps 1-3 instead with probability 1/2; "position 1 holds 1", "... 2", "... 3"."""
@@ -272,82 +220,73 @@ def appendix_b():
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The tasks: the queries of an automaton as lines of Python
+# The task: the queries of `maybe_swaps` as lines of Python
 
-class Hidden(Task):
-    """REPL traces with hidden branches: assignments, then L lines, of which L // S are prints. The state is
-    one slot; a Batch has the exact beliefs and predictives.
+class MaybeSwaps(Task):
+    """REPL traces with hidden branches: n variables hold 1 to n; then each of L lines swaps two of them or
+    not, or (L // S of them) prints one. The state is one slot, the number of the arrangement; a Batch has the
+    exact beliefs and predictives. n_vars is 2 to 5, as a belief has n! entries.
 
-    In LxS:k, there is one block of lines that alternates a branch and a print, k times. Lx2:forced is only
-    such a block, and its branches are never taken: there the loss means nothing, only the KL to the
-    predictive. Stages `for_tests` have few programs, all of them test programs."""
+    Lx2:forced is P1 Figure 10: the same two may be swapped again and again, but never are. Each time the same
+    one is printed, in the end the other one. There the loss means nothing, only the KL to the predictive.
+    There are few such programs, and all of them are test programs."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                                                  # no model can reach 90 %
+    settings = ("n_vars",)
     n_slots = 1
-    for_tests = ("forced",)                                               # kinds of stages
 
-    def __init__(self, automaton, sources, symbols, first, **others):
-        """sources: a line of Python for each query of the automaton. symbols: {a line of a trace: symbol}.
-        first: how many assignments a trace starts with; before them all states are equally likely."""
-        self.automaton, self.sources, self.symbols, self.first = automaton, sources, symbols, first
-        self.n_classes = automaton.m
-        self.n_answers = max(map(len, automaton.queries))
-        # possible[s, i, j]: whether in state j the query of symbol s has its i-th answer
-        self.possible = np.zeros((len(automaton.Z), self.n_answers, automaton.m))
-        for query in automaton.queries:
-            self.possible[query, :len(query)] = automaton.Z[query]
+    def __init__(self, n_vars=3, **others):
+        if not 2 <= n_vars <= 5:
+            raise ValueError(f"--n-vars {n_vars}: choose 2 to 5, as a belief has n! entries")
+        self.n_vars, self.names, self.automaton = n_vars, LETTERS[:n_vars], maybe_swaps(n_vars)
+        self.n_classes = self.automaton.m
+        numbers = permutations(range(1, n_vars + 1))
+        self.number = {values: i for i, values in enumerate(numbers)}     # what the variables hold -> state
+        swaps = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
+                 for x, y in combinations(self.names, 2)]
+        self.sources = swaps + [f"print('{x}', {x})" for x in self.names]       # of each query
+        self.symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}     # of a line in a trace
+        for i, j in np.ndindex(n_vars, n_vars):                           # assigning reveals like a print
+            printed, assigned = f"{self.names[i]} {j + 1}\n", f">>> {self.names[i]} = {j + 1}\n"
+            self.symbols[printed] = self.symbols[assigned] = holds(n_vars, i, j)
         super().__init__(**others)
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: the state is hidden, so it cannot be written as text; "
                              "give linear (the exact belief) or none")
 
+    def check(self, stage):
+        if stage.kind not in ("", "forced"):
+            raise ValueError(f"stage {stage}: write LxS, or Lx2:forced to evaluate on P1's Figure 10")
+        if stage.kind and stage.spacing != 2:
+            raise ValueError(f"stage {stage}: every second line is a print there, so write "
+                             f"{stage.length}x2:forced")
+
     def program(self, rng, stage, memory):
+        forced = stage.kind == "forced"
         yield "from random import random"
-        memory["random"] = rng.random if stage.kind != "forced" else lambda: 1.0    # replaces the import
-        yield from self.lines(rng, stage)
+        memory["random"] = (lambda: 1.0) if forced else rng.random        # replaces the import
+        for name, value in zip(self.names, rng.sample(range(1, self.n_vars + 1), self.n_vars)):
+            yield f"{name} = {value}"
+        numpy_rng = np.random.default_rng(rng.getrandbits(64))
+        for query in schedule(numpy_rng, self.n_vars, stage.length, stage.spacing, forced):
+            yield self.sources[query]
 
     def draw(self, rng, stage, split):
         """As Task.draw. The split ignores the branches that were taken, so beliefs are exact."""
-        if stage.kind not in self.for_tests:
+        if stage.kind != "forced":
             return super().draw(rng, stage, split)
         if split == "train":
-            raise ValueError(f"stage {stage}: has few programs, for evaluation; train on "
-                             f"{stage.length}x{stage.spacing}, or on {stage.length}x{stage.spacing}:1")
+            raise ValueError(f"stage {stage}: has few programs, for evaluation; train on {stage.length}x2")
         memory = {}
         return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
 
-    def to_batch(self, traces):
-        """Traces of one stage -> Task's Batch, with belief (B, T, m) at the ends of lines, once all is
-        assigned, and predictive (B, T, n) of the answers 1 to n where an answer is asked; zeros elsewhere."""
-        batch, m = super().to_batch(traces), self.automaton.m
-        B, T = batch.tokens.shape
-        read = [[self.symbols.get(line.text, -1) for line in lines] for lines in traces]
-        asked = [[bool(line.answer) for line in lines] for lines in traces]
-        read, asked = np.array(read), np.array(asked)                     # (B, lines); -1: tells nothing
-        symbols = read[read >= 0].reshape(B, -1)                          # (B, first + L)
-        beliefs, _ = self.automaton.filter(symbols, start=np.full(m, 1 / m))
+    def slots(self, memory):
+        values = tuple(map(memory.get, self.names))
+        return [self.number.get(values, -1)]
 
-        steps = (read >= 0).cumsum(1)[..., None]
-        after = np.take_along_axis(beliefs, steps, 1)                     # (B, lines, m)
-        belief = np.zeros((B, T, m), np.float32)
-        belief[batch.line_end] = (after * (steps >= self.first)).reshape(-1, m)
-
-        before = np.take_along_axis(beliefs, steps - 1, 1)[asked]         # (answers, m)
-        predictive = np.zeros((B, T, self.n_answers), np.float32)
-        predictive[batch.asked] = (self.possible[read[asked]] @ before[..., None])[..., 0]
-        return batch._replace(belief=belief, predictive=predictive)
-
-    def check(self, stage):
-        kinds = ", ".join(self.for_tests)
-        if stage.kind in self.for_tests and stage.spacing != 2:
-            raise ValueError(f"stage {stage}: every second line is a print there, so write "
-                             f"{stage.length}x2:{stage.kind}")
-        if stage.kind.isdigit() and 2 * int(stage.kind) >= stage.length:
-            raise ValueError(f"stage {stage}: such a block leaves no other lines; make it longer")
-        if not (stage.kind in ("", *self.for_tests) or stage.kind.isdigit()):
-            raise ValueError(f"stage {stage}: what follows the colon is {kinds}, or how many branches "
-                             "a block has")
+    def chance(self, stage):
+        return 1 / self.n_vars
 
     def beyond(self, last):
         """The last stage, 4 and 16 times as long; then forced at these lengths."""
@@ -355,78 +294,28 @@ class Hidden(Task):
         forced = [Stage(L, 2, "forced") for L in lengths if L > 1]
         return [Stage(L, last.spacing) for L in lengths] + forced
 
+    def to_batch(self, traces):
+        """Traces of one stage -> Task's Batch, with belief (B, T, m) at the ends of lines, once all is
+        assigned, and predictive (B, T, n) of the answers 1 to n where an answer is asked; zeros elsewhere."""
+        batch, m, n = super().to_batch(traces), self.automaton.m, self.n_vars
+        B, T = batch.tokens.shape
+        read = [[self.symbols.get(line.text, -1) for line in lines] for lines in traces]
+        asked = [[bool(line.answer) for line in lines] for lines in traces]
+        read, asked = np.array(read), np.array(asked)                     # (B, lines); -1: tells nothing
+        symbols = read[read >= 0].reshape(B, -1)                          # (B, n + L)
+        beliefs, _ = self.automaton.filter(symbols, start=np.full(m, 1 / m))
 
-class MaybeSwaps(Hidden):
-    """n variables hold 1 to n; a line swaps two of them or not, or prints one. n_vars is 2 to 5, as a belief
-    has n! entries. The state is the number of the arrangement.
+        steps = (read >= 0).cumsum(1)[..., None]
+        after = np.take_along_axis(beliefs, steps, 1)                     # (B, lines, m)
+        belief = np.zeros((B, T, m), np.float32)
+        belief[batch.line_end] = (after * (steps >= n)).reshape(-1, m)
 
-    In a block of k, the same two may swap k times; each time, the same one is printed. In a forced trace,
-    nothing is ever swapped, and the last line prints the other one: P1 Figure 10. In Lx2:adversarial, swaps
-    are random, and there is no other print at the end."""
-    settings = ("n_vars",)
-    for_tests = ("adversarial", "forced")
-
-    def __init__(self, n_vars=3, **others):
-        if not 2 <= n_vars <= 5:
-            raise ValueError(f"--n-vars {n_vars}: choose 2 to 5, as a belief has n! entries")
-        self.n_vars, self.names = n_vars, LETTERS[:n_vars]
-        numbers = permutations(range(1, n_vars + 1))
-        self.number = {values: i for i, values in enumerate(numbers)}     # what the variables hold -> state
-        swaps = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
-                 for x, y in combinations(self.names, 2)]
-        prints = [f"print('{x}', {x})" for x in self.names]
-        symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}
-        for i, name in enumerate(self.names):
-            for j in range(n_vars):                                       # assigning reveals like a print
-                printed, assigned = f"{name} {j + 1}\n", f">>> {name} = {j + 1}\n"
-                symbols[printed] = symbols[assigned] = holds(n_vars, i, j)
-        super().__init__(maybe_swaps(n_vars), swaps + prints, symbols, first=n_vars, **others)
-
-    def lines(self, rng, stage):
-        values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
-        numpy_rng = np.random.default_rng(rng.getrandbits(64))
-        [queries] = schedule(numpy_rng, self.n_vars, 1, stage.length, stage.spacing, stage.kind)
-        first = [f"{name} = {value}" for name, value in zip(self.names, values)]
-        return first + [self.sources[query] for query in queries]
-
-    def chance(self, stage):
-        return 1 / self.n_vars
-
-    def slots(self, memory):
-        values = tuple(map(memory.get, self.names))
-        return [self.number.get(values, -1)]
-
-
-class Trap(Hidden):
-    """P1 Figure 9 as lines of Python; `a` is 1, 2 or 3 in the states 0, 1 and 2 of `trap`. It starts as 2 or
-    3. A step makes it 1 with probability 1/2; then it stays 1 until it is set again. `print('m', min(a, 2))`
-    shows whether it is 1, and no more.
-
-    In a block of k, `a` is set, then come k steps, with a print of m after each. In a forced trace `a` never
-    becomes 1; in the end it is printed."""
-
-    def __init__(self, **others):
-        sources = ["a = 1 if random() < 0.5 else a", "a = 2", "a = 3"]
-        lines = [f">>> {source}\n" for source in sources] + ["m 1\n", "m 2\n", "a 1\n", "a 2\n", "a 3\n"]
-        sources += ["print('m', min(a, 2))", "print('a', a)"]
-        super().__init__(trap(), sources, {line: s for s, line in enumerate(lines)}, first=1, **others)
-
-    def lines(self, rng, stage):
-        step, set_2, set_3, print_m, print_a = self.sources
-        L, start = stage.length, rng.choice([set_2, set_3])
-        if stage.kind == "forced":
-            return [start] + ([step, print_m] * L)[:L - 2] + [print_m, print_a]
-        block = []
-        if stage.kind:
-            block = [rng.choice([set_2, set_3])] + [step, print_m] * int(stage.kind)
-        others = rng.choices([step, set_2, set_3], [6, 1, 1], k=L - len(block))
-        for place in rng.sample(range(len(others)), len(others) // stage.spacing):
-            others[place] = rng.choice([print_m, print_a])
-        place = rng.randint(0, len(others))
-        return [start] + others[:place] + block + others[place:]
-
-    def slots(self, memory):
-        return [memory.get("a", 0) - 1]
+        before = np.take_along_axis(beliefs, steps - 1, 1)[asked]         # (answers, m)
+        printed = (read[asked] - n_swaps(n)) // n                         # which variable
+        possible = self.automaton.Z[holds(n, printed[:, None], np.arange(n))]    # (answers, n, m)
+        predictive = np.zeros((B, T, n), np.float32)
+        predictive[batch.asked] = (possible @ before[..., None])[..., 0]
+        return batch._replace(belief=belief, predictive=predictive)
 
 
 def compare(logits, target, predictive):
@@ -486,32 +375,19 @@ def show_exact():
 def show_linear():
     print("\nP1 Figure 10, n = 3. Maybe swap 2 and 3, reveal that 2 holds 2, ...: H_33, what Sinkhorn makes")
     print("of it, and the exact P(3 holds 3):")
-    pair = [swap(3, 1, 2), holds(3, 1, 1)]
-    H = marginal_filter(3, [pair * 4])[0]
-    beliefs, _ = maybe_swaps(3).filter([pair * 4])
-    for x in (H, sinkhorn(H)[0], marginals(beliefs[0], 3)):
-        print("   ", x[::2, 2, 2])
+    automaton, pair = maybe_swaps(3), [swap(3, 1, 2), holds(3, 1, 1)]
+    H = marginal_filter(3, [pair * 4])[0, ::2]
+    beliefs, _ = automaton.filter([pair * 4])
+    for x in (H[:, 2, 2], sinkhorn(H)[0][:, 2, 2], beliefs[0, ::2] @ automaton.Z[holds(3, 2, 2)]):
+        print("   ", x)
 
     print("\nReveals of probability 1/2 until the linear filter's mass is 0: by format, Figure 9, Figure 10")
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        expected, dead = dies_at(dtype), []
-        for automaton, symbols in ((figure_9(), [0, 1]), (maybe_swaps(3), pair)):
-            mass = linear_filter(automaton, [symbols * (expected + 1)], dtype)[0, ::2].sum(1)
-            dead.append(mass.tolist().index(0))
-        print(f"    {str(dtype)[6:]:10s}{expected:6d}{dead[0]:6d}{dead[1]:6d}")
-
-
-def show_marginals():
-    print("\nThe marginal recurrence and Sinkhorn against the true marginals, 50 sequences of 64 symbols,")
-    print("64 // S of them prints: mean and largest error of a probability, and share of failed scalings:")
-    for n, S in ((3, 65), (3, 2), (3, 4), (3, 8), (5, 2), (5, 4), (5, 8)):
-        rng, automaton = np.random.default_rng(0), maybe_swaps(n)
-        symbols, _ = automaton.sample(rng, schedule(rng, n, 50, 64, S))
-        beliefs, _ = automaton.filter(symbols)
-        found, ok = sinkhorn(marginal_filter(n, symbols)[:, 1:])
-        error = abs(found - marginals(beliefs[:, 1:], n))
-        failed = (~ok).mean()
-        print(f"    n = {n}, S = {S:2d} {error.mean():10.4f} {error.max():7.4f} {failed:7.1%}")
+        found = ""
+        for shown, symbols in ((figure_9(), [0, 1]), (automaton, pair)):
+            mass = linear_filter(shown, [symbols * 1100], dtype)[0, ::2].sum(1)
+            found += f"{mass.tolist().index(0):6d}"
+        print(f"    {str(dtype)[6:]:10s}{found}")
 
 
 def main():
@@ -520,7 +396,6 @@ def main():
         show_trace()
         show_exact()
         show_linear()
-        show_marginals()
 
 
 if __name__ == "__main__":

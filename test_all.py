@@ -1515,11 +1515,25 @@ def in_floats(automaton):
     return pfsa.PFSA(automaton.T.astype(float), automaton.Z, automaton.q0.astype(float), automaton.queries)
 
 
+def sample(automaton, rng, queries):
+    """Walk: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
+    allowed = np.array([query[automaton.Z[query].argmax(0)] for query in automaton.queries])   # (queries, m)
+    B, L = np.shape(queries)
+    symbols, states = np.empty((B, L), int), np.empty((B, L + 1), int)
+    uniform = rng.random((B, L + 1, 1))
+    states[:, 0] = (uniform[:, 0] >= automaton.q0.astype(float).cumsum()[:-1]).sum(1)
+    for t, query in enumerate(np.transpose(queries)):
+        symbols[:, t] = allowed[query, states[:, t]]
+        moves = automaton.T[symbols[:, t], :, states[:, t]].astype(float).cumsum(1)            # (B, m)
+        states[:, t + 1] = (uniform[:, t + 1] >= moves[:, :-1]).sum(1)
+    return symbols, states
+
+
 def test_the_filter_is_bayes_by_brute_force_in_fractions():
     rng = np.random.default_rng(0)
-    for _ in range(2000):
+    for _ in range(500):
         exact = random_automaton(rng, int(rng.integers(2, 4)))
-        symbols, _ = exact.sample(rng, rng.integers(2, size=(1, 4)))
+        symbols, _ = sample(exact, rng, rng.integers(2, size=(1, 4)))
         beliefs, predictive = exact.filter(symbols)
         want, chances = enumerated(exact, symbols[0])
         assert beliefs[0].tolist() == want and predictive[0].tolist() == chances
@@ -1532,7 +1546,7 @@ def test_the_belief_is_how_often_a_state_is_there():
     """Among sampled sequences with the same symbols, states occur as often as the filter says."""
     rng = np.random.default_rng(1)
     automaton = in_floats(random_automaton(rng, 4))
-    symbols, states = automaton.sample(rng, np.tile([1, 0, 1], (200_000, 1)))
+    symbols, states = sample(automaton, rng, np.tile([1, 0, 1], (200_000, 1)))
     beliefs, predictive = automaton.filter(symbols)
     for seen in np.unique(symbols, axis=0):
         same = (symbols == seen).all(1)
@@ -1576,7 +1590,9 @@ def test_the_papers_numbers_come_out_exactly():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_linear_filter_dies_where_its_format_ends(dtype):
-    n = pfsa.dies_at(dtype)
+    """The smallest subnormal is tiny * eps; half of it is a tie, and rounds to even: 0."""
+    info = torch.finfo(dtype)
+    n = round(-math.log2(info.tiny) - math.log2(info.eps)) + 1
     for automaton, pair in ((pfsa.figure_9(), [0, 1]), (pfsa.maybe_swaps(3), FIGURE_10)):
         mass = pfsa.linear_filter(automaton, [pair * n], dtype)[0, ::2].sum(1)
         assert mass[n - 1] > 0 and mass[n] == 0
@@ -1585,9 +1601,10 @@ def test_a_linear_filter_dies_where_its_format_ends(dtype):
 
 def test_marginals_are_exact_without_reveals_and_an_approximation_with_them():
     rng, automaton = np.random.default_rng(0), pfsa.maybe_swaps(3)
+    held = np.eye(3)[pfsa.arrangements(3)]                                # (states, position, thing)
     for spacing, low, high in ((41, 0, 1e-12), (4, 0.05, 1)):
-        symbols, _ = automaton.sample(rng, pfsa.schedule(rng, 3, 100, 40, spacing))
-        truth = pfsa.marginals(automaton.filter(symbols)[0], 3)
+        symbols, _ = sample(automaton, rng, [pfsa.schedule(rng, 3, 40, spacing) for _ in range(30)])
+        truth = np.tensordot(automaton.filter(symbols)[0], held, 1)
         found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, symbols))
         assert np.allclose(truth.sum(-1), 1) and np.allclose(truth.sum(-2), 1)
         assert np.allclose(found[ok].sum(-1), 1) and np.allclose(found[ok].sum(-2), 1)
@@ -1602,18 +1619,11 @@ def test_sinkhorn_flags_what_has_underflowed():
     assert not ok and np.isfinite(found).all()
 
 
-def test_a_filter_of_100000_steps_has_no_nan():
+def test_a_filter_of_20000_steps_has_no_nan():
     rng, automaton = np.random.default_rng(0), pfsa.maybe_swaps(3)
-    symbols, _ = automaton.sample(rng, rng.integers(6, size=(2, 100_000)))
+    symbols, _ = sample(automaton, rng, rng.integers(6, size=(2, 20_000)))
     beliefs, predictive = automaton.filter(symbols)
     assert np.isfinite(predictive).all() and np.allclose(beliefs.sum(-1), 1)
-
-
-def test_ten_thousand_sequences_with_beliefs_are_made_in_five_seconds():
-    rng, automaton, began = np.random.default_rng(0), pfsa.maybe_swaps(3), time.process_time()
-    symbols, _ = automaton.sample(rng, pfsa.schedule(rng, 3, 10_000, 128))
-    beliefs, _ = automaton.filter(symbols)
-    assert beliefs.shape == (10_000, 129, 6) and time.process_time() - began < 5
 
 
 def test_bad_automata_and_impossible_symbols_are_named():
@@ -1649,11 +1659,9 @@ def believed(text):
 
 
 @pytest.mark.parametrize("n_vars, stage, answers", [
-    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (3, "14x2:3", 7), (3, "16x2:adversarial", 8),
-    (4, "16x2:forced", 9), (0, "16x2", 8), (0, "17x2:4", 8), (0, "16x2:forced", 9)])
+    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (4, "16x2:forced", 9)])
 def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, stage, answers):
-    task, [stage] = pfsa.MaybeSwaps(n_vars) if n_vars else pfsa.Trap(), parse_stages(stage)
-    states = list(task.number) if n_vars else [(1,), (2,), (3,)]
+    task, [stage] = pfsa.MaybeSwaps(n_vars), parse_stages(stage)
     traces = [task.draw(random.Random(i), stage, "test") for i in range(8)]
     batch = task.to_batch(traces)
     for b, lines in enumerate(traces):
@@ -1664,7 +1672,7 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
             held = Counter()
             for (values, _), weight in worlds.items():
                 held[values] += weight
-            want = [held[values] / held.total() for values in states]
+            want = [held[values] / held.total() for values in task.number]
             assert np.allclose(batch.belief[b, end], want, atol=1e-6)     # zeros until all are assigned
             state = batch.state[b, end, 0]
             assert state == -1 if sum(want) == 0 else want[state] > 0     # the truth is thought possible
@@ -1674,17 +1682,6 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
                         for x in range(1, len(batch.predictive[b, at]) + 1)]
                 assert np.allclose(batch.predictive[b, at], odds, atol=1e-6)
                 assert task.tokenizer.decode([batch.target[b, at]]) == line.answer
-
-
-@pytest.mark.parametrize("task", [pfsa.MaybeSwaps(3), pfsa.Trap()])
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_a_run_of_k_is_k_branches_each_with_a_print(task, k):
-    for i in range(20):
-        lines = task.draw(random.Random(i), Stage(24, 4, str(k)), "train")
-        text = "".join(line.source + ";" for line in lines if line.source)
-        runs = re.findall(r"(([^;]*random\(\)[^;]*;)(print[^;]*;)(?:\2\3)*)", text)
-        assert max(run.count("print") for run, *_ in runs) >= k
-        assert sum(line.source != "" for line in lines) == 1 + task.first + 24
 
 
 def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess():
@@ -1734,9 +1731,9 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
 @pytest.mark.parametrize("make, says", [
     (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
     (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: the state is hidden"),
-    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "is adversarial, forced"),
+    (lambda: pfsa.MaybeSwaps(3, states="transformer"), "--states transformer: the state is hidden"),
+    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "write LxS, or Lx2:forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "4")), "no other lines"),
     (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
@@ -1747,13 +1744,13 @@ def test_bad_settings_of_hidden_branches_are_one_line(make, says):
 # ----------------------------------------------------------------------------------------------------------
 # models.py
 
-ALL = [*models.MIXERS, "deltanet+lstm", "deltanet+transformer"]
+ALL = [*models.MIXERS, "deltanet+lstm"]
 HEADS = ["linear", "transformer", "contrastive"]
 
 
 def small(model, **changes):
     cfg = SimpleNamespace(model=model, d_model=32, d_mlp=32, n_layer=2, n_head=2, conv=4, beta_max=2.0,
-                          n_householder=3, states="none", state_layer=0)
+                          n_householder=3, states="none")
     vars(cfg).update(changes)
     return cfg
 
@@ -1763,17 +1760,16 @@ def build(model, **changes):
     return models.LM(small(model, **changes), len(data.Tokenizer()), 5, 5)
 
 
-def batch_of(task, stage, size, split="train", t=0):
+def batch_of(task, stage, size, split="train"):
     """As train.py makes it: tensors."""
-    arrays = task.batch(0, split, stage, t, size)
-    return data.Batch(*(x if x is None else torch.from_numpy(x) for x in arrays))
+    return train.to_tensors(task.batch(0, split, stage, 0, size), "cpu")
 
 
 @pytest.mark.parametrize("model", ALL)
 def test_whole_token_by_token_and_segment_by_segment_agree(model):
-    lm, tokens = build(model), torch.randint(262, (3, 70))
+    lm, tokens = build(model), torch.randint(262, (2, 40))
     with torch.no_grad():
-        whole, _, _ = lm(tokens)
+        whole, _ = lm(tokens)
         for length in (1, 3, 33):
             assert (models.in_pieces(lm, tokens, length) - whole).abs().max() < 1e-4
 
@@ -1786,7 +1782,7 @@ def test_nothing_sees_the_future_and_everything_sees_the_past(model):
     with torch.no_grad():
         before, after = lm(tokens)[0], lm(changed)[0]
     assert (before[:, :20] - after[:, :20]).abs().max() < 1e-5
-    assert ((before[:, 20:24] - after[:, 20:24]).abs().amax(-1) > 1e-4).all()  # rnn and ssm start forgetful
+    assert ((before[:, 20:24] - after[:, 20:24]).abs().amax(-1) > 1e-4).all()  # ssm starts forgetful
 
 
 def test_the_short_convolution_is_a_sum_over_the_last_tokens():
@@ -1799,11 +1795,8 @@ def test_the_short_convolution_is_a_sum_over_the_last_tokens():
     assert torch.equal(state, x[:, -3:])
 
 
-@pytest.mark.parametrize("model", models.MIXERS)
-def test_every_mixer_has_a_short_convolution_and_conv_0_has_none(model):
-    names = [name for name, _ in build(model).named_parameters() if "conv" in name]
-    assert names == ["blocks.0.conv.weight", "blocks.1.conv.weight"]
-    bare, tokens = build(model, conv=0), torch.randint(262, (2, 30))
+def test_without_a_convolution_there_are_no_such_parameters():
+    bare, tokens = build("deltanet", conv=0), torch.randint(262, (2, 30))
     assert not sum(p.numel() for name, p in bare.named_parameters() if "conv" in name)
     with torch.no_grad():
         assert (models.in_pieces(bare, tokens, 7) - bare(tokens)[0]).abs().max() < 1e-4
@@ -1834,7 +1827,6 @@ def test_beta_max_bounds_the_eigenvalues(model):
 
 def test_rotary_ssm_is_a_diagonal_recurrence_of_complex_numbers():
     """Row i of the state with row i + K/2 as its imaginary part, in complex128, one token after another."""
-    torch.manual_seed(0)
     mixer = models.MIXERS["rotary_ssm"](small("rotary_ssm", n_head=1)).double()
     x = torch.randn(2, 12, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -1851,9 +1843,7 @@ def test_rotary_ssm_is_a_diagonal_recurrence_of_complex_numbers():
 
 
 def test_block_diagonal_multiplies_a_learned_start_by_matrices():
-    torch.manual_seed(0)
     mixer = models.MIXERS["block_diagonal"](small("block_diagonal")).double()
-    torch.nn.init.normal_(mixer.start)
     x = torch.randn(2, 5, 32, dtype=torch.float64)
     with torch.no_grad():
         _, h = mixer(x)
@@ -1866,29 +1856,7 @@ def test_block_diagonal_multiplies_a_learned_start_by_matrices():
         assert torch.allclose(h.norm(dim=-1), torch.ones(1, 8))
 
 
-def test_path_attention_is_a_softmax_over_keys_behind_products_of_reflections():
-    torch.manual_seed(0)
-    mixer = models.MIXERS["path"](small("path", n_head=1)).double()
-    x = torch.randn(1, 6, 32, dtype=torch.float64)
-    with torch.no_grad():
-        q, k, v = mixer.qkv(x)[0].chunk(3, -1)
-        w = F.normalize(mixer.to_w(x)[0], dim=-1)
-        beta = 2 * torch.sigmoid(mixer.to_beta(x)[0])
-        H = torch.eye(32, dtype=torch.float64) - beta[..., None] * w[:, :, None] * w[:, None]
-        rows = []
-        for t in range(6):
-            keys = []
-            for s in range(t + 1):
-                key = k[s]
-                for between in range(s + 1, t + 1):
-                    key = H[between] @ key
-                keys.append(key @ q[t] / 32 ** 0.5)
-            rows.append(torch.stack(keys).softmax(0) @ v[:t + 1])
-        assert torch.allclose(mixer(x)[0][0], mixer.out(torch.stack(rows)))
-
-
 def test_m2rnn_is_its_equation():
-    torch.manual_seed(0)
     mixer = models.MIXERS["m2rnn"](small("m2rnn", n_head=1)).double()
     torch.nn.init.normal_(mixer.within, std=0.2)
     x, S = torch.randn(1, 6, 32, dtype=torch.float64), torch.zeros(32, 32, dtype=torch.float64)
@@ -1902,33 +1870,31 @@ def test_m2rnn_is_its_equation():
 
 
 def test_siblings_meet():
-    """One step of DeltaProduct is DeltaNet, and so are gates of 1; linear attention forgets nothing."""
+    """One step of DeltaProduct is DeltaNet, and so are gates of 1; linear attention forgets nothing; KDA with
+    equal gates in a head is GatedDeltaNet."""
     product, net = build("deltaproduct", n_householder=1), build("deltanet")
     net.load_state_dict(product.state_dict())
     tokens = torch.randint(262, (2, 30))
     assert torch.allclose(product(tokens)[0], net(tokens)[0], atol=1e-6)
-    for name in ("gated_deltanet", "kda"):
-        gated = build(name)
-        gated.load_state_dict(product.state_dict(), strict=False)
-        for block in gated.blocks:
+    kda, gated = build("kda"), build("gated_deltanet")
+    for lm in (kda, gated):
+        lm.load_state_dict(product.state_dict(), strict=False)
+        for block in lm.blocks:
             torch.nn.init.zeros_(block.mixer.to_gate.weight)
             torch.nn.init.constant_(block.mixer.to_gate.bias, 30)
-        assert torch.allclose(gated(tokens)[0], net(tokens)[0], atol=1e-5)
+        assert torch.allclose(lm(tokens)[0], net(tokens)[0], atol=1e-5)
+    weights = gated.state_dict()
+    for name in weights:
+        if "to_gate" in name:
+            weights[name] = torch.randn_like(weights[name])
+    gated.load_state_dict(weights)
+    for name in weights:
+        if "to_gate" in name:                                             # each head has 16 channels
+            weights[name] = weights[name].repeat_interleave(16, 0)
+    kda.load_state_dict(weights)
+    assert torch.allclose(kda(tokens)[0], gated(tokens)[0], atol=1e-5)
     S = transitions("linear_attention", 2.0)
     assert torch.allclose(S, torch.eye(32, dtype=torch.float64).expand_as(S))
-
-
-def test_kda_with_equal_gates_in_a_head_is_gated_deltanet():
-    kda, gated = build("kda"), build("gated_deltanet")
-    weights = gated.state_dict()
-    for name in [name for name in weights if "to_gate" in name]:
-        weights[name] = torch.randn_like(weights[name])
-    gated.load_state_dict(weights)
-    for name in [name for name in weights if "to_gate" in name]:          # each head has 16 channels
-        weights[name] = weights[name].repeat_interleave(16, 0)
-    kda.load_state_dict(weights)
-    tokens = torch.randint(262, (2, 30))
-    assert torch.allclose(kda(tokens)[0], gated(tokens)[0], atol=1e-5)
 
 
 def test_a_plus_alternates_mixers():
@@ -1942,14 +1908,64 @@ def test_p2s_transformer_has_as_many_parameters_as_published():
     assert sum(p.numel() for p in lm.parameters()) == 13_641_216
 
 
-@pytest.mark.parametrize("model", ["deltanet", "transformer", "lstm"])
-def test_a_state_head_changes_no_weight_of_the_rest(model):
+def test_parameters_start_as_the_table_of_init_weights_says():
+    lm = models.LM(small("gated_deltanet", d_model=64, d_mlp=128, n_layer=3), 262, 5, 5)
+    p = dict(lm.named_parameters())
+    for name, std in (("embed.weight", 1), ("blocks.0.mixer.qkv.weight", 64 ** -0.5),
+                      ("blocks.0.mixer.out.weight", (6 * 64) ** -0.5),
+                      ("blocks.2.mlp.down.weight", (6 * 128) ** -0.5)):
+        assert p[name].std().item() == pytest.approx(std, rel=0.05), name
+    assert not p["head.weight"].any() and not p["blocks.0.mixer.to_beta.bias"].any()
+    assert 0.45 < p["blocks.0.conv.weight"].abs().max() <= 0.5
+    for model, start in ("deltanet", 0.5), ("ssm", 0.0025):               # of beta_max
+        mixer = models.MIXERS[model](small(model))
+        assert mixer.beta(torch.zeros(1, 1, 32)).mean().item() == pytest.approx(2 * start, rel=0.02)
+
+
+class Fading(models.LinearAttention):
+    """A mixer of one's own: a decay per head that is learned, and a projection that it starts itself."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.rate = torch.nn.Parameter(torch.full((cfg.n_head,), 3.0))
+        self.gate = torch.nn.Linear(cfg.d_model, 1)
+        torch.nn.init.constant_(self.gate.bias, 7)
+
+    def scan(self, x, q, k, v, S):
+        a = torch.sigmoid(self.rate).expand(*x.shape[:2], -1)
+        return decay_scan(q, k, torch.sigmoid(self.gate(x))[..., None] * v, a, S)
+
+
+def test_a_mixer_of_ones_own_starts_as_it_says_and_trains(monkeypatch, tmp_path):
+    monkeypatch.setitem(models.MIXERS, "fading", Fading)
+    mixer = build("fading").blocks[1].mixer
+    assert (mixer.rate == 3).all() and mixer.gate.bias.item() == 7
+    assert go(tmp_path, "--model", "fading") == 0
+    trained = train.load(only(tmp_path))[3].blocks[0].mixer
+    assert (trained.rate != 3).any() and trained.gate.bias.item() != 7
+
+
+@pytest.mark.parametrize("model", ["lstm", "gru"])
+def test_a_new_lstm_or_gru_keeps_most_of_its_state_for_20_tokens(model):
+    """The state after 20 tokens of zeros, from a state of ones and from one of zeros."""
+    mixer = models.MIXERS[model](small(model))
+    kept = []
+    for start in (1, 0):
+        state = torch.full((1, 1, 32), float(start))
+        _, state = mixer(torch.zeros(1, 20, 32), (state, state) if model == "lstm" else state)
+        kept.append(tensors(state)[-1])
+    assert 0.5 < (kept[0] - kept[1]).mean() < 0.9
+
+
+# State heads
+
+def test_a_state_head_changes_no_weight_of_the_rest():
     """Bit for bit, so runs with and without state supervision start alike."""
-    bare = build(model).state_dict()
+    bare = build("deltanet").state_dict()
     for head in HEADS:
-        lm = build(model, states=head)
+        lm = build("deltanet", states=head)
         assert all(torch.equal(x, lm.state_dict()[name]) for name, x in bare.items())
-    assert not [*build(model).to_state.parameters()]
+    assert not [*build("deltanet").to_state.parameters()]
 
 
 @pytest.mark.parametrize("beliefs", [False, True])
@@ -1964,7 +1980,7 @@ def test_the_linear_heads_loss_is_cross_entropy_slot_by_slot(beliefs):
         labels = labels[:, :, 4:] * torch.rand(5)
         labels = labels / labels.sum(-1, keepdim=True).clamp(min=1e-9)
         batch = batch._replace(belief=labels[:, :, 0])
-    _, told, _ = lm(batch.tokens)
+    told, _ = lm(batch.tokens)
     nats = []
     for b, t in batch.line_end.nonzero().tolist():
         for slot, label in enumerate(labels[b, t]):
@@ -1988,11 +2004,11 @@ def lines_of(task, batch):
 def test_the_transformer_head_writes_a_state_knowing_only_its_lines_vector(kind, size, L):
     """Line by line, without padding, as a loop over tokens says it."""
     task, lm = kind(size, states="transformer"), build("gru", states="transformer")
-    batch = batch_of(task, Stage(L), 3)
+    batch = batch_of(task, Stage(L), 2)
     head, nats = lm.to_state, []
     torch.nn.init.normal_(head.head.weight)
     with torch.no_grad():
-        _, told, _ = lm(batch.tokens)
+        told, _ = lm(batch.tokens)
         for b, end, row in lines_of(task, batch):
             for i, token in enumerate(row):
                 before = torch.tensor([row[:i]], dtype=torch.long)
@@ -2007,14 +2023,14 @@ def test_the_transformer_head_writes_a_state_knowing_only_its_lines_vector(kind,
 def test_the_contrastive_head_finds_states_and_lines(kind, L):
     """Both directions as loops over a trace's lines; each state read by itself, without padding."""
     task, lm = kind(states="contrastive"), build("gru", states="contrastive")
-    batch, nats = batch_of(task, Stage(L), 5), []
+    batch, nats = batch_of(task, Stage(L), 3), []
     lines = lines_of(task, batch)
     with torch.no_grad():
-        _, told, _ = lm(batch.tokens)
+        told, _ = lm(batch.tokens)
 
         def alike(line, row):
             b, end, _ = line
-            read = lm(torch.tensor([row]))[1][0, -1]
+            read = lm(torch.tensor([row]))[0][0, -1]
             return (F.cosine_similarity(told[b, end], read, dim=0) / lm.to_state.temperature).exp()
 
         for line in lines:
@@ -2027,35 +2043,34 @@ def test_the_contrastive_head_finds_states_and_lines(kind, L):
         assert lm.to_state.loss(lm, told, batch).item() == pytest.approx(np.mean(nats), rel=1e-4)
 
 
-@pytest.mark.parametrize("layer", [1, 2, 3])
-def test_the_state_head_reads_the_block_it_is_told_to(layer):
-    """The same as a model that ends there; its loss reaches no later block, and hidden is what it was."""
-    lm, last = (build("gru", n_layer=3, states="linear", state_layer=i) for i in (layer, 0))
-    batch = batch_of(Repl(5), Stage(6), 4)
-    hidden, told, _ = lm(batch.tokens)
-    assert torch.equal(hidden, last(batch.tokens)[0]) and torch.equal(hidden, last(batch.tokens)[1])
-    shorter = copy.deepcopy(lm)
-    shorter.blocks = shorter.blocks[:layer]
-    assert torch.equal(told, shorter(batch.tokens)[0])
+@pytest.mark.parametrize("n_layer", [1, 3])
+def test_the_state_head_reads_what_the_last_block_reads_or_the_only_blocks_output(n_layer):
+    """The same as a model that ends there; the head's loss reaches no later block."""
+    task = Repl(5)
+    lm, batch = build("gru", n_layer=n_layer, states="linear"), batch_of(Repl(5), Stage(6), 4)
     lm.to_state.weight.data.normal_()
-    lm.to_state.loss(lm, told, batch).backward()
-    assert [block.mlp.down.weight.grad is None for block in lm.blocks] == [i >= layer for i in range(3)]
+    terms, _ = train.losses(task, lm, batch)
+    terms["state"].backward()
+    shorter = copy.deepcopy(lm)
+    shorter.blocks = shorter.blocks[:max(1, n_layer - 1)]
+    assert lm.to_state.loss(lm, shorter(batch.tokens)[0], batch).item() == terms["state"].item()
+    reached = [block.mlp.down.weight.grad is not None for block in lm.blocks]
+    assert reached == [True] * len(shorter.blocks) + [False] * (n_layer > 1)
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("model", ["deltanet", "lstm", "transformer"])
-def test_every_state_head_teaches_every_kind_of_model(model, head):
+def test_every_state_head_teaches_a_model(head):
     """Forty steps on one batch: its own loss falls, and reaches into the model."""
     batch = batch_of(data.ListPerm(3, states=head), Stage(3), 8)
-    lm = models.LM(small(model, states=head), len(data.Tokenizer()), 3, 3)
-    optimizer, losses = torch.optim.AdamW(lm.parameters(), 1e-2), []
+    lm = models.LM(small("deltanet", states=head), len(data.Tokenizer()), 3, 3)
+    optimizer, nats = torch.optim.AdamW(lm.parameters(), 1e-2), []
     for _ in range(40):
-        loss = lm.to_state.loss(lm, lm(batch.tokens)[1], batch)
+        loss = lm.to_state.loss(lm, lm(batch.tokens)[0], batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1 and lm.embed.weight.grad.abs().sum() > 0
+        nats.append(loss.item())
+    assert nats[-1] < nats[0] - 0.1 and lm.embed.weight.grad.abs().sum() > 0
 
 
 # The DeltaNet whose weights are written by hand, against the memory of the Python that executed the trace
@@ -2070,37 +2085,28 @@ def by_hand_against_python(n_vars, places, stage):
     state, right, rows = None, [], []
     for part in zip(*(x.tensor_split(cuts, 1) for x in (batch.tokens, batch.target, batch.asked))):
         for tokens, target, asked in zip(*(x.split(2048, 1) for x in part)):
-            hidden, _, state = lm(tokens, state)
+            hidden, state = lm(tokens, state)
             right += (lm.head(hidden).argmax(-1) == target)[asked].tolist()
         rows.append(state[0][1][0, 0, :n_vars * places].unflatten(0, (places, n_vars)))
     first, last = (batch.state[0, i - 1].tolist() for i in cuts)
     return right, rows[1], rows[0][:, [first.index(x) for x in last]]
 
 
-@pytest.mark.parametrize("n_vars", [3, 5, 9])
-def test_a_deltanet_written_by_hand_swaps_bit_for_bit(n_vars):
-    right, now, should = by_hand_against_python(n_vars, 2, Stage(1000, 1000))
+@pytest.mark.parametrize("n_vars, commands", [(3, 1000), (9, 1000), pytest.param(5, 100_000, marks=slow)])
+def test_a_deltanet_written_by_hand_swaps_bit_for_bit(n_vars, commands):
+    right, now, should = by_hand_against_python(n_vars, 2, Stage(commands, commands))
     assert right == [True] and torch.equal(now, should) and now.abs().max() > 1
 
 
-@pytest.mark.parametrize("commands", [1000, pytest.param(100_000, marks=slow)])
-def test_with_one_row_a_variable_every_swap_rounds_and_it_adds_up(commands):
-    right, now, should = by_hand_against_python(5, 1, Stage(commands, commands))
+def test_with_one_row_a_variable_every_swap_rounds_and_it_adds_up():
+    right, now, should = by_hand_against_python(5, 1, Stage(1000, 1000))
     grown = (now - should).abs().max() / should.abs().max()
-    assert right == [True] and 1.2e-8 < grown / commands < 1.5e-8         # by 0.0014 %, 0.13 %
+    assert right == [True] and 1.2e-8 < grown / 1000 < 1.5e-8             # by 0.0014 %
 
 
 def test_by_hand_every_print_is_right_and_writes_again():
     right, now, should = by_hand_against_python(5, 2, Stage(600, 2))
     assert len(right) == 300 and all(right) and torch.allclose(now, should, rtol=1e-4, atol=1e-4)
-
-
-@slow
-def test_by_hand_100_000_commands_without_an_error():
-    right, now, should = by_hand_against_python(5, 2, Stage(100_000, 100_000))
-    assert right == [True] and torch.equal(now, should)
-    right, _, _ = by_hand_against_python(5, 2, Stage(100_000, 1000))
-    assert len(right) == 100 and all(right)
 
 
 def test_by_hand_needs_swaps():
@@ -2116,15 +2122,16 @@ def test_by_hand_needs_swaps():
 def test_the_loss_is_what_a_loop_over_tokens_says(task, stage):
     """Of programs of several lengths, too, where what fills them up counts for nothing."""
     [stage] = parse_stages(stage)
-    model = train.build_model(Config(model="gru", d_model=16), task, CPU).double()
+    model = models.LM(small("gru", n_layer=1, states="linear"), len(task.tokenizer), task.n_slots, task.n_classes)
+    model = model.double()
     torch.nn.init.normal_(model.head.weight)
     torch.nn.init.normal_(model.to_state.weight)
-    batch = train.to_device(task.batch(0, "train", stage, 0, 4), CPU)
+    batch = batch_of(task, stage, 4)
     assert (batch.tokens == PAD).any() == task.whole
     following, asked, states, right = [], [], [], []
     with torch.no_grad():
-        terms, score, _ = train.losses(task, model, batch)
-        hidden, _, _ = model(batch.tokens)
+        terms, score = train.losses(task, model, batch)
+        hidden, _ = model(batch.tokens)
         for b, t in itertools.product(*map(range, batch.tokens.shape)):
             text = task.tokenizer.decode(batch.tokens[b, :t + 1])
             if t and batch.tokens[b, t] != PAD:
@@ -2143,9 +2150,9 @@ def test_the_loss_is_what_a_loop_over_tokens_says(task, stage):
     assert score.tolist() == [[all(answer)] if task.whole else answer.tolist() for answer in answers]
 
 
-def test_an_answer_counts_in_training_only_if_all_states_in_the_text_before_it_are_right():
+def test_an_answer_counts_only_if_all_states_in_the_text_before_it_are_right():
     task = Repl(3, states="text")
-    batch = train.to_device(task.batch(0, "train", Stage(6, 2), 0, 4), CPU)
+    batch = batch_of(task, Stage(6, 2), 4)
     right = torch.ones_like(batch.asked)
     assert train.answers(task, batch, right).all()
     second = batch.asked[1].nonzero()[1]
@@ -2162,7 +2169,6 @@ class Executes(torch.nn.Module):
     def __init__(self, task, slips):
         super().__init__()
         self.task, self.slips, self.head = task, slips, torch.nn.Identity()
-        self.nothing = torch.nn.Parameter(torch.zeros(()))
 
     def next(self, text):
         *before, line = text.split("\n")
@@ -2182,26 +2188,26 @@ class Executes(torch.nn.Module):
             for token in row:
                 texts[b] += self.task.tokenizer.decode([token]) if token else ""
                 expected[b].append(self.next(texts[b]) if token else PAD)
-        return torch.nn.functional.one_hot(torch.tensor(expected), 400).float(), None, texts
+        return F.one_hot(torch.tensor(expected), 400).float(), texts
+
+    def writes(self, true_text):
+        """The trace that it makes of the true lines if it writes all states and the answer itself."""
+        text = ""
+        for line in true_text.splitlines():
+            text += re.match(".*(# |== )", line)[0]
+            while not text.endswith("\n"):
+                text += chr(self.next(text))
+        return text
 
 
-@pytest.mark.parametrize("slips, accuracy", [([], 1), ([3], 0), ([1, 4], 1), ([6], 0)])
-def test_a_model_answers_from_the_states_that_it_has_written_itself(slips, accuracy):
-    """One wrong bit makes the answer wrong, a second one right again."""
-    task = Parity(states="text")
-    row = train.evaluate(Executes(task, slips), task, Stage(6), Config(eval_samples=12, batch_size=8))
-    assert row["accuracy"] == accuracy and row["given_states"] == 1
-    assert row["next_state"] == pytest.approx(1 - len(slips) / 6)
-    assert row["traces"] == [[6, slips[0] - 1 if slips else 6, accuracy]] * 12
-
-
-def test_a_state_that_never_ends_is_cut_off_and_wrong():
-    class Babbles(Executes):
-        def next(self, text):
-            return ord("1")
-    task = Parity(states="text")
-    row = train.evaluate(Babbles(task, []), task, Stage(6), Config(eval_samples=4))
-    assert row["accuracy"] == row["next_state"] == 0 and row["traces"] == [[6, 0, 0]] * 4
+@pytest.mark.parametrize("slips", [[], [3], [1, 4], [7]])
+def test_accuracy_with_states_in_the_text_is_that_of_traces_that_a_model_writes_itself(slips):
+    """One wrong bit, a wrong one that a second one corrects, and a wrong answer all count as wrong."""
+    task, stage = Parity(states="text"), Stage(6)
+    model, cfg = Executes(task, slips), Config(eval_samples=12, batch_size=12)
+    accuracy = train.evaluate(model, task, stage, cfg)["accuracy"]
+    texts = [task.tokenizer.decode(row).rstrip("\0") for row in task.batch(0, "test", stage, 0, 12).tokens]
+    assert accuracy == np.mean([model.writes(text) == text for text in texts]) == (not slips)
 
 
 class Oracle(torch.nn.Linear):
@@ -2212,7 +2218,7 @@ class Oracle(torch.nn.Linear):
         self.ahead = ahead
 
     def __call__(self, tokens, state):
-        return torch.nn.functional.one_hot(tokens.roll(-self.ahead, 1), 400).float(), None, state
+        return F.one_hot(tokens.roll(-self.ahead, 1), 400).float(), state
 
     def head(self, hidden):
         return hidden
@@ -2226,44 +2232,59 @@ def test_the_score_is_about_the_tokens_before_an_answers(task, answers):
         assert row == {"stage": str(stage), "accuracy": ahead, "final": ahead, "by_answer": [ahead] * answers}
 
 
-@pytest.mark.parametrize("task, stage", [(Repl(), "24x1"), (Group("S3"), "24"), (Parity(), "24:5"),
-                                         (Parity(states="text"), "24:5")])
+class RightAtTheEnd(torch.nn.Module):
+    """Knows the last answer of each trace of a batch, and no other."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.head, said = torch.nn.Identity(), batch.target + 1
+        for trace, asked in enumerate(batch.asked):
+            last = np.flatnonzero(asked)[-1]
+            said[trace, last] = batch.target[trace, last]
+        self.said = F.one_hot(torch.tensor(said)).float()
+
+    def forward(self, tokens, state):
+        return self.said, None
+
+
+def test_the_final_accuracy_is_that_of_the_last_answer_in_the_test_split():
+    task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16, batch_size=16)
+    row = train.evaluate(RightAtTheEnd(task.batch(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
+    assert row["by_answer"] == [0, 0, 0, 1] and row["final"] == 1 and row["accuracy"] == 0.25
+
+
+@pytest.mark.parametrize("task, stage", [(Repl(), "24x1"), (Group("S3"), "24"), (Parity(states="text"), "24:5"),
+                                         (pfsa.MaybeSwaps(), "24x2")])
 def test_evaluating_in_segments_changes_nothing(task, stage, monkeypatch):
     [stage], found = parse_stages(stage), []
-    cfg = Config(model="deltanet+transformer", n_layer=2, d_model=16, eval_samples=20, batch_size=8)
-    lm = train.build_model(cfg, task, CPU).double()                       # fp32 may flip near-ties
-    lm.head.weight.data.normal_()
+    cfg = Config(eval_samples=20, batch_size=8)
+    lm = models.LM(small("deltanet+transformer"), len(task.tokenizer), task.n_slots, task.n_classes).double()
+    lm.head.weight.data.normal_()                                         # fp32 may flip near-ties
     for segment in (10000, 7):
         monkeypatch.setattr(train, "SEGMENT", segment)
-        read = [train.read(lm, batch.tokens, batch.line_end, cfg)
-                for batch in train.held_out_batches(task, stage, cfg, CPU)]
-        found.append((train.evaluate(lm, task, stage, cfg), torch.cat(read)))
-    (whole, hidden), (pieces, hidden_in_pieces) = found
-    assert whole == pieces and torch.allclose(hidden, hidden_in_pieces)
+        found.append(train.evaluate(lm, task, stage, cfg))
+    whole, pieces = found
+    assert whole["by_answer"] == pieces["by_answer"]
+    assert "kl" not in whole or whole["final_kl"] == pytest.approx(pieces["final_kl"], rel=1e-9)
 
 
-def test_the_learning_rate_rises_stays_and_falls():
-    cfg = Config(learning_rate=1.0, batch_size=16, warmup=160, cooldown=1600, max_samples=9600, advance=0.5)
-    at = train.Progress(cfg, Repl(), [Stage(8)])
-
-    def lr(samples):
-        at.samples = samples
-        return at.learning_rate()
-    rates = [lr(samples) for samples in range(0, 9600, 16)]
-    assert rates[0] == 0.1 and set(rates[9:501]) == {1}
-    assert all(a > b for a, b in zip(rates[500:], rates[501:])) and rates[-1] < 1e-3
-    assert lr(8800) == pytest.approx(0.5) and lr(9600) == pytest.approx(0)
-    lr(3200)
-    assert [at.move_on(1.0) for _ in range(12)] == [*[False] * 9, True, False, False]     # 10 batches, once
-    assert at.end == 4800 and lr(4000) == pytest.approx(0.5)              # the fall begins when it is passed
+@pytest.mark.parametrize("model", ALL)
+def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model):
+    lm = build(model, states="linear")
+    names = {p: name for name, p in lm.named_parameters()}
+    adamw, muon = ([names[p] for group in optimizer.param_groups for p in group["params"]]
+                   for optimizer in train.make_optimizers(lm))
+    assert sorted(adamw + muon) == sorted(names.values())
+    assert {re.sub(r"blocks\.\d\.", "", name) for name in muon} >= {"mlp.up.weight", "mlp.down.weight"}
+    assert not re.search("embed|head|conv|beta|bias|norm|state", " ".join(muon))
 
 
 # ----------------------------------------------------------------------------------------------------------
 # train.py: runs
 
-TINY = ("--n-vars 3 --d-model 16 --batch-size 8 --warmup 16 --cooldown 80 --max-samples 96 --eval-samples 8 "
-        "--eval-at 4x2 --device cpu --curriculum 4x1 --eval-every 25").split()                # 12 steps
-ENDLESS = ["--stage-samples", "1000000", "--max-samples", "1000000"]
+TINY = ("--n-vars 3 --d-model 32 --batch-size 8 --warmup 16 --cooldown 32 --max-samples 96 --eval-samples 8 "
+        "--eval-at 4x2 --device cpu --curriculum 4x1 --eval-every 5").split()                 # 12 steps
+ENDLESS = ["--advance", "1", "--max-samples", "1000000"]
 
 
 def go(tmp_path, *args):
@@ -2288,20 +2309,19 @@ def timeless(x):
     return [timeless(value) for value in x] if isinstance(x, list) else x
 
 
-def metrics(folder):
-    with open(folder / "metrics.csv", newline="") as file:
-        return timeless(list(csv.DictReader(file)))
-
-
-def ctrl_c(monkeypatch, *steps):
-    """Press Ctrl-C within these steps, counted over all that run from now on."""
+def at_call(monkeypatch, number, act):
+    """Call act() within the call of `losses` of this number, counted over all runs from now on."""
     honest, numbers = train.losses, itertools.count(1)
 
-    def pressing(*args):
-        if next(numbers) in steps:
-            os.kill(os.getpid(), signal.SIGINT)
+    def watched(*args):
+        if next(numbers) == number:
+            act()
         return honest(*args)
-    monkeypatch.setattr(train, "losses", pressing)
+    monkeypatch.setattr(train, "losses", watched)
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def refused(capsys, *args):
@@ -2316,220 +2336,178 @@ def refused(capsys, *args):
 
 def test_a_tiny_model_learns_three_variables(tmp_path):
     """The whole chain, from a command to result.json: 95 % at twice the trained length; chance is 33 %."""
-    done = command(HERE / "train.py", *TINY, "--d-model", 32, "--curriculum", "2x1:2 4x1 8x2",
-                   "--eval-at", "8x2 16x4", "--max-samples", 12000, "--cooldown", 960, "--eval-samples", 128,
-                   "--eval-every", 100, "--out", tmp_path)
+    done = command(HERE / "train.py", *TINY, "--curriculum", "2x1:2 4x1 8x2", "--eval-at", "8x2 16x4",
+                   "--max-samples", 12000, "--cooldown", 960, "--eval-samples", 128, "--eval-every", 100,
+                   "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = result_of(only(tmp_path))
-    keys = "model task seed params state_size samples steps seconds data_seconds passed stage_reached until"
-    assert set(result) == {*keys.split(), "held_out", "eval", "torch", "threads", "config"}
+    assert list(result) == ("model task seed params chance trained reached samples steps seconds passed held_out "
+                            "eval commit torch threads config").split()
     accuracy = [row["accuracy"] for row in result["eval"]]
     assert accuracy[0] >= 0.99 and accuracy[1] >= 0.95, accuracy
     assert [passed["stage"] for passed in result["passed"]] == ["2x1:2", "4x1", "8x2"]
-    assert set(result["passed"][0]) >= {"stage", "samples", "steps", "seconds"} and result["until"] is None
-    assert result["stage_reached"] == "8x2" and result["samples"] == 8 * result["steps"]
+    assert result["reached"] == result["trained"] == "8x2" and result["samples"] == 8 * result["steps"]
     assert [samples for samples, _, _ in result["held_out"]] == [*range(800, result["samples"] + 1, 800)]
-    assert len(metrics(only(tmp_path))) == result["steps"]
 
 
-@pytest.mark.parametrize("task, states", [("repl", "text"), ("group", "auto"), ("parity", "linear"),
-                                          ("listperm", "contrastive"), ("arith", "auto"), ("pfsa", "auto")])
+def test_the_learning_rate_rises_stays_and_falls_from_when_the_last_stage_is_passed(tmp_path, monkeypatch):
+    rates, honest = [], torch.optim.AdamW.step
+
+    def step(self, *args):
+        rates.append(self.param_groups[0]["lr"])
+        return honest(self, *args)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    go(tmp_path, "--learning-rate", 1e-3, "--warmup", 40, "--cooldown", 80, "--max-samples", 8000,
+       "--stage-samples", 160, "--advance", 1)
+    assert len(rates) == 20 + 10 and result_of(only(tmp_path))["passed"][0]["samples"] == 160
+    assert rates[0] == pytest.approx(2e-4) and set(rates[4:21]) == {1e-3}
+    assert rates[25] == pytest.approx(5e-4) and all(a > b for a, b in zip(rates[20:], rates[21:]))
+
+
+def test_a_short_run_spends_at_most_a_third_on_its_cooldown(tmp_path):
+    assert go(tmp_path, "--max-samples", 40, "--cooldown", 2560, "--warmup", 320) == 0
+    assert result_of(only(tmp_path))["samples"] == 40
+
+
+def test_the_loss_is_the_weighted_sum_of_its_terms(tmp_path, monkeypatch):
+    seen, honest = [], torch.Tensor.backward
+    terms_of = train.losses
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: seen.append(loss.item()) or honest(loss))
+    monkeypatch.setattr(train, "losses", lambda *args: (found := terms_of(*args)) and seen.append(found[0]) or found)
+    go(tmp_path, "--reveal-weight", 0.5)
+    assert len(seen) == 24
+    for terms, loss in zip(seen[::2], seen[1::2]):
+        assert loss == pytest.approx((terms["next"] + 0.5 * terms["reveal"] + terms["state"]).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("task, states", [("repl", "text"), ("group", "auto"), ("listperm", "contrastive"),
+                                          ("arith", "auto"), ("pfsa", "auto")])
 def test_every_task_trains_and_is_evaluated_again_from_its_folder(tmp_path, capsys, task, states):
-    flags = ["--task", task, "--states", states, "--eval-at", "auto", "--stage-samples", 96]
+    flags = ["--task", task, "--states", states, "--eval-at", "auto"]
     assert go(tmp_path, *flags, "--curriculum", "4x2" if task == "pfsa" else "4") == 0
     rows = re.findall("^eval .*", capsys.readouterr().out, re.M)
     assert len(rows) == len(result_of(only(tmp_path))["eval"]) > 1
-    assert train.main(["--eval", str(only(tmp_path)), "--device", "cpu"]) in (0, None)
+    assert train.main(["--eval", str(only(tmp_path)), "--device", "cpu"]) == 0
     assert re.findall("^eval .*", capsys.readouterr().out, re.M) == rows
 
 
 @pytest.mark.parametrize("flags", [
-    ["--stage-samples", 400, "--curriculum", "4x1 8x2", "--optimizer", "adamw"],   # passed at a checkpoint
-    ["--advance", 0.25, "--curriculum", "3x1 4x1 8x2 8x4", "--cooldown", 480, "--dtype", "bf16"],
-    ["--carry", 7, "--model", "deltanet+lstm", "--n-layer", 2]])          # 50 steps end within a trace
-def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, flags):
-    flags = [*flags, "--max-samples", 800]
+    ["--stage-samples", 400, "--curriculum", "4x1 8x2"],                  # passed at a checkpoint
+    ["--stage-samples", 160, "--curriculum", "3x1 4x1 8x2 8x4", "--cooldown", 240, "--dtype", "bf16"]])
+def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, capsys, flags):
+    """Also if the first part is stopped some steps after its last checkpoint."""
+    flags = [*flags, "--advance", 1, "--max-samples", 800, "--eval-every", 25]
     assert go(tmp_path / "whole", *flags) == 0
     with monkeypatch.context() as patch:
-        ctrl_c(patch, 50)
+        at_call(patch, 50 + 7, interrupt)
         assert go(tmp_path / "halves", *flags) == 130
-    assert len(metrics(only(tmp_path / "halves"))) == 50
     assert go(tmp_path / "halves", *flags) == 0
+    assert ", from step 50\n" in capsys.readouterr().out
     whole, halves = (only(tmp_path / x) for x in ("whole", "halves"))
-    assert metrics(whole) == metrics(halves) and len(metrics(whole)) == 100
-    assert timeless(result_of(whole)) == timeless(result_of(halves))
-    a, b = train.load_checkpoint(whole), train.load_checkpoint(halves)
+    assert timeless(result_of(whole)) == timeless(result_of(halves)) and len(result_of(whole)["held_out"]) == 4
+    a, b = (train.read_checkpoint(x / "ckpt.pt") for x in (whole, halves))
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
     assert a["optimizers"] == b["optimizers"] == []                       # a finished run needs none
 
 
-@pytest.mark.parametrize("model", ALL)
-def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model):
-    lm = build(model, states="linear")
-    names = {p: name for name, p in lm.named_parameters()}
-    adamw, muon = ([names[p] for group in optimizer.param_groups for p in group["params"]]
-                   for optimizer in train.make_optimizers(Config(), lm))
-    assert sorted(adamw + muon) == sorted(names.values())
-    kinds = {re.sub(r"blocks\.\d\.", "", name) for name in muon}
-    mixers = {f"mixer.{name}" for name in ("qkv.weight", "out.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0",
-                                           "to_blocks.weight", "to_w.weight")}
-    assert {"mlp.up.weight", "mlp.down.weight"} < kinds <= {"mlp.up.weight", "mlp.down.weight"} | mixers
-    [only_adamw] = train.make_optimizers(Config(optimizer="adamw"), lm)
-    assert len(only_adamw.param_groups[0]["params"]) == len(names)
-
-
-def test_state_size_counts_the_convolution_and_the_cache():
-    task, D = Repl(5), 32
-    tokens = task.batch(0, "test", Stage(4), 0, 1).tokens.size
-    sizes = {"lstm": 3 * D + 2 * D, "deltanet": 3 * D + D * D // 2, "transformer": 3 * D + 2 * D * tokens}
-    for model, size in sizes.items():
-        lm = models.LM(small(model), len(task.tokenizer))                 # two layers, two heads
-        assert train.state_size(lm, task, Stage(4)) == 2 * size
-
-
 def test_a_stage_takes_its_samples_whatever_the_size_of_a_batch(tmp_path):
-    go(tmp_path, "--stage-samples", 100, "--curriculum", "3x1 4x1 4x2", "--max-samples", 300)
-    passed = result_of(only(tmp_path))["passed"]
-    assert [(row["stage"], row["samples"]) for row in passed] == [("3x1", 104), ("4x1", 200), ("4x2", 304)]
-
-
-def test_carry_reads_one_long_trace_in_pieces_and_hands_the_state_on(tmp_path, monkeypatch):
-    honest, calls = train.losses, []
-
-    def watching(task, model, batch, state):
-        terms, right, new = honest(task, model, batch, state)
-        calls.append((batch.tokens, state, new))
-        return terms, right, new
-    monkeypatch.setattr(train, "losses", watching)
-    go(tmp_path, "--model", "deltanet+lstm", "--n-layer", 2, "--curriculum", "3x1 4x2", "--stage-samples", 80,
-       "--max-samples", 160, "--carry", 5)
-    assert len(calls) == 20 and all(state is None for _, state, _ in calls[:11])
-    for first in (10, 15):
-        tokens, states, handed = zip(*calls[first:first + 5])
-        assert np.array_equal(torch.cat(tokens, 1), Repl(3).batch(0, "train", Stage(20, 2), first, 8).tokens)
-        assert states[0] is None
-        for x, y in zip(tensors(handed[:-1]), tensors(states[1:]), strict=True):
-            assert torch.equal(x, y) and x.requires_grad and not y.requires_grad
+    go(tmp_path, "--stage-samples", 100, "--curriculum", "3x1 4x1 4x2", "--max-samples", 300, "--advance", 1)
+    result = result_of(only(tmp_path))
+    assert [(row["stage"], row["samples"]) for row in result["passed"]] == [("3x1", 104), ("4x1", 208)]
+    assert result["reached"] == "4x2" and result["samples"] == 304
 
 
 def watch(*args):
-    """Start a run and wait for its first report. -> the process."""
+    """Start a run and wait for its second report, after a checkpoint. -> the process."""
     run = subprocess.Popen([sys.executable, "-u", str(HERE / "train.py"), *map(str, args)], text=True,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not run.stdout.readline().startswith("step"):
+    reports = 0
+    while reports < 2:
+        reports += run.stdout.readline().startswith("step")
         assert run.poll() is None, run.stderr.read()
     return run
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_and_kill_leave_a_checkpoint_to_go_on_from(tmp_path):
     args = [*TINY, *ENDLESS, "--out", str(tmp_path)]
     run = watch(*args)
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
-    assert run.returncode == 130 and "Traceback" not in err
-    [hint] = re.findall(r"python train\.py (.*)", out)
-    assert shlex.split(hint) == args
-    assert train.load_checkpoint(only(tmp_path))["progress"]["step"] >= 25
+    assert run.returncode == 130 and "Traceback" not in err and "the same command goes on" in out
+    before = train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"]
+    run = watch(*args)
+    run.kill()
+    run.communicate()
+    assert train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"] >= before >= 5
 
 
 def test_a_process_killed_inside_a_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    ctrl_c(monkeypatch, 10)
+    at_call(monkeypatch, 8, interrupt)
     go(tmp_path)
     folder = only(tmp_path)
     before = (folder / "ckpt.pt").read_bytes()
-    with open(folder / "metrics.csv", "a") as file:
-        file.write("11,88,1,4x1,0.1,1,1,1,1,1,\n12,9")                    # as a kill may leave it
     dies = """if True:
         import io, os, signal, sys, torch, train
         honest = torch.save
-        def half(x, file):
+        def half(x, path):
             honest(x, buffer := io.BytesIO())
-            file.write(buffer.getvalue()[:buffer.tell() // 2])
-            file.flush()
+            path.write_bytes(buffer.getvalue()[:buffer.tell() // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         torch.save = half
         train.main(sys.argv[1:])
     """
     died = command("-c", dies, *TINY, "--out", tmp_path, cwd=HERE)
     assert died.returncode == -signal.SIGKILL, died.stderr
-    assert (folder / "ckpt.pt.tmp").stat().st_size > 0 and (folder / "ckpt.pt").read_bytes() == before
-    assert go(tmp_path) == 0
-    assert [int(row["step"]) for row in metrics(folder)] == [*range(1, 13)]
-    (folder / "result.json").unlink()
-    (folder / "ckpt.pt").rename(folder / "ckpt.pt.tmp")                   # killed inside its first save
-    assert go(tmp_path) == 0 and len(metrics(folder)) == 12
+    assert (folder / "ckpt.pt").read_bytes() == before
+    assert go(tmp_path) == 0 and result_of(folder)["steps"] == 12
 
 
-@slow
-def test_a_process_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(tmp_path):
-    steps = [0]
-    for wait in (0.0, 0.05, 0.11, 0.23, 0.4):
-        run = watch(*TINY, *ENDLESS, "--eval-every", 1, "--out", tmp_path)
-        time.sleep(wait)
-        run.kill()
-        run.wait()
-        steps.append(train.load_checkpoint(only(tmp_path))["progress"]["step"])
-        assert len(metrics(only(tmp_path))) >= steps[-1] >= steps[-2]
-    assert steps[-1] >= 5
-
-
-def test_a_loss_that_is_not_finite_ends_with_1_and_keeps_what_was_good(tmp_path, monkeypatch, capsys):
+def test_a_loss_that_is_not_finite_ends_with_1_keeps_what_was_good_and_the_grid_goes_on(tmp_path, monkeypatch, capsys):
     honest, numbers = train.losses, itertools.count(1)
 
     def poisoned(*args):
-        terms, right, state = honest(*args)
-        factor = math.nan if next(numbers) > 30 else 1
-        return {name: x * factor for name, x in terms.items()}, right, state
+        terms, right = honest(*args)
+        factor = math.nan if next(numbers) == 8 else 1
+        return {name: x * factor for name, x in terms.items()}, right
     monkeypatch.setattr(train, "losses", poisoned)
-    assert go(tmp_path, "--max-samples", 800) == 1
+    assert go(tmp_path, "--seed", "0,1") == 1
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0 and "--learning-rate" in error
-    saved = train.load_checkpoint(only(tmp_path))
-    assert saved["progress"]["step"] == 25 and all(x.isfinite().all() for x in saved["model"].values())
-    assert not (only(tmp_path) / "result.json").exists()
+    first, second = sorted(tmp_path.iterdir())
+    saved = train.read_checkpoint(first / "ckpt.pt")
+    assert saved["at"]["step"] == 5 and all(x.isfinite().all() for x in saved["model"].values())
+    assert not (first / "result.json").exists() and result_of(second)["steps"] == 12
 
 
-def test_a_run_is_never_overwritten_unasked(tmp_path, capsys):
-    assert go(tmp_path) == 0
+def test_a_run_is_never_overwritten_and_not_mistaken_for_another(tmp_path, capsys):
+    """The stages 9 and 8 make the same name as programs of 8 to 9 lines. Other test stages make no other run."""
+    flags = [*TINY, "--task", "parity", "--out", str(tmp_path), "--curriculum"]
+    assert train.main([*flags, "9 8", "--eval-at", "9"]) == 0
     result = only(tmp_path) / "result.json"
     before = result.stat().st_mtime_ns
-    assert go(tmp_path) == 0 and result.stat().st_mtime_ns == before
-    assert "is finished; --overwrite would train it again" in capsys.readouterr().out
-    assert go(tmp_path, "--overwrite") == 0 and result.stat().st_mtime_ns > before
-    for path in only(tmp_path).iterdir():
-        path.rename(path.with_name("mine"))
-    assert "holds no run" in refused(capsys, *TINY, "--out", tmp_path)
+    assert train.main([*flags, "9 8", "--eval-at", "10"]) == 0 and result.stat().st_mtime_ns == before
+    assert "is finished; remove it to train again" in capsys.readouterr().out
+    assert "other settings" in refused(capsys, *flags, "9:8", "--eval-at", "9")
 
 
-def test_a_run_with_other_settings_is_not_mistaken_for_it(tmp_path, capsys):
-    """The stages 9 and 8 make the same name as programs of 8 to 9 lines."""
-    flags = [*TINY, "--task", "parity", "--eval-at", "9", "--out", str(tmp_path), "--curriculum"]
-    assert train.main([*flags, "9 8"]) == 0
-    assert "other settings" in refused(capsys, *flags, "9:8")
-
-
-def test_runs_have_folders_of_their_own_however_much_is_set():
-    """A name that is too long for a file system ends in a number that depends on all of it."""
+def test_runs_have_folders_of_their_own():
     changed = {f.name: 7 * f.default + 1 for f in fields(Config) if f.type is not str}
-    names = {train.run_folder(Config(**{**changed, "seed": seed})).name for seed in (1, 2, 3)}
-    assert len(names) == 3 and set(map(len, names)) == {200}
-    assert train.run_folder(Config(seed=3)) == Path("out/deltanet-repl-seed=3")
+    names = {train.folder_of(Config(**{**changed, "seed": seed})).name for seed in (1, 2, 3)}
+    assert len(names) == 3 and max(map(len, names)) < 255
+    assert train.folder_of(Config(seed=3)) == Path("out/deltanet-repl-seed=3")
 
 
-def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypatch):
     flags = ["--seed", "0,1", "--model", "deltanet,gru"]
     with monkeypatch.context() as patch:
-        ctrl_c(patch, 12 + 12 + 4)                                        # in the third of four runs
+        at_call(patch, 12 + 12 + 7, interrupt)                            # in the third of four runs
         assert go(tmp_path, *flags) == 130
     finished = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
     assert len(finished) == 2
-    ctrl_c(monkeypatch)
     assert go(tmp_path, *flags) == 0
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
     done = [result_of(folder) for folder in tmp_path.iterdir()]
     assert {(row["model"], row["seed"]) for row in done} == {*itertools.product(("deltanet", "gru"), (0, 1))}
-    shown = capsys.readouterr().out.split("--- run 4 of 4")[-1]
-    assert all(str(folder) in shown for folder in tmp_path.iterdir())
 
 
 def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
@@ -2537,38 +2515,24 @@ def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
                    "--seed", "0,1,2", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(result_of(folder)["seed"] for folder in tmp_path.iterdir()) == [0, 1, 2]
-    assert sorted(re.findall(r"--- run \d of 3", done.stdout)) == [f"--- run {i} of 3" for i in (1, 2, 3)]
-
-
-def test_a_process_does_not_look_at_the_runs_of_others(tmp_path, monkeypatch):
-    """Which may have made their folder just now, and nothing in it."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for _ in range(2):
-        assert go(tmp_path, "--seed", "0,1") == 0
-        [folder] = tmp_path.glob("*seed=1")
-        Path(str(folder).replace("-seed=1", "")).mkdir(exist_ok=True)
-        (folder / "result.json").unlink()
+    assert done.stdout.count("\nrun ") + done.stdout.startswith("run ") == 3
 
 
 def test_bf16_learns_too(tmp_path):
     """All but the scan's state in bf16: three variables, where chance is 33 %."""
-    assert go(tmp_path, "--dtype", "bf16", "--d-model", 32, "--moves", "swap", "--max-samples", 6000,
-              "--cooldown", 320, "--eval-at", "4x1", "--eval-samples", 64) == 0
+    assert go(tmp_path, "--dtype", "bf16", "--moves", "swap", "--max-samples", 6000, "--cooldown", 320,
+              "--eval-at", "4x1", "--eval-samples", 64, "--eval-every", 100) == 0
     assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.9
 
 
-def test_until_stops_at_an_accuracy_reached_twice_in_a_row(tmp_path, monkeypatch):
-    """In the last stage only; what it took is the traces before the first of the two."""
-    honest, said = train.evaluate, iter([0.9, 0.9, 0.9, 0.9, 0.2, 0.4, 0.2, 0.9, 0.9])
-    monkeypatch.setattr(train, "evaluate", lambda *args: {**honest(*args), "accuracy": next(said, 0)})
-    assert go(tmp_path, "--max-samples", 20000, "--curriculum", "4x2 3x1 4x2", "--advance", 0.01,
-              "--until", 0.3, "--eval-every", 4) == 0
-    result = result_of(only(tmp_path))
-    assert result["stage_reached"] == "4x2" and result["held_out"][-1] == [result["samples"], "4x2", 0.9]
-    assert result["until"] == result["samples"] - 4 * 8 == result["held_out"][-2][0]
-    began = result["passed"][1]["samples"]
-    assert began < result["until"] and len(result["passed"]) == 3
+@pytest.mark.parametrize("n_vars, moves, easier", [
+    (5, "perm", "2x1:2 2x1:3 "), (3, "perm", "2x1:2 "), (9, "swap", ""), (2, "perm", None)])
+def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(n_vars, moves, easier):
+    task, stages, tests, _ = train.build(Config(n_vars=n_vars, moves=moves))
+    expected = "8x1 16x2 32x4 64x8" if easier is None else f"{easier}2x1 4x2 16x2 32x4 64x8"
+    assert task.curriculum == expected
+    for stage in stages + tests:
+        assert task.batch(0, "test", stage, 0, 1).asked.any()
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -2580,7 +2544,7 @@ def test_a_model_is_evaluated_on_other_stages_and_seeds(tmp_path, capsys):
     flags = ["--eval", str(only(tmp_path) / "ckpt.pt"), "--eval-at", "8x4", "--device", "cpu"]
     capsys.readouterr()
     for more in ([], ["--seed", "1"], ["--eval-samples", "32"]):
-        assert not train.main([*flags, *more])
+        assert train.main([*flags, *more]) == 0
     rows = re.findall("^eval .*", capsys.readouterr().out, re.M)
     assert f"8x4: {row['accuracy']:.2%} right" in rows[0] and len(set(rows)) == 3
 
@@ -2589,23 +2553,23 @@ def played(folder, monkeypatch, capsys, typed):
     """-> what --play prints, in lines."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
     capsys.readouterr()
-    assert not train.main(["--play", str(folder), "--device", "cpu"])
+    assert train.main(["--play", str(folder), "--device", "cpu"]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def test_a_played_session_shows_the_truth_and_the_models_own_odds(tmp_path, monkeypatch, capsys):
     go(tmp_path)
-    typed = ["a, b = b, a", "oops", "", "print('a', a)", "c, a = a, c", "print( 'c',c )", "print('a', a)"]
+    typed = ["a, b = b, a", "oops", "", "print('a', a)", "c, a = a, c", "print('c',c )", "print('a', a)"]
     out = played(only(tmp_path), monkeypatch, capsys, typed)
     a, b, c = (line[-1] for line in out[:3])
     assert [line[:8] for line in out[:3]] == [">>> a = ", ">>> b = ", ">>> c = "]
     assert out[3].startswith("this model knows") and len(out) == 3 + 2 + 2 * 3
     shown = [line.split()[1:3] for line in out if line.startswith("python:")]
     assert shown == [["a", b], ["c", b], ["a", c]]
-    _, task, _, model = train.load_model(only(tmp_path), device="cpu")
+    _, task, _, model = train.load(only(tmp_path), device="cpu")
     with torch.no_grad():
         lines = [*out[:3], ">>> a, b, c = b, a, c", ">>> print('a', a)", "a "]
-        hidden, _, _ = model(torch.tensor([task.tokenizer.encode("\n".join(lines))]))
+        hidden, _ = model(torch.tensor([task.tokenizer.encode("\n".join(lines))]))
     assert f"({model.head(hidden[0, -1]).softmax(-1).max():.1%})" in out[5]
 
 
@@ -2619,65 +2583,35 @@ def test_the_model_in_assets_plays_64_commands_without_an_error(monkeypatch, cap
     assert len(shown) == 2 * 8 and shown[::2] == shown[1::2]
 
 
-def test_with_states_in_the_text_play_shows_what_the_model_writes_and_goes_on_from_it(tmp_path, monkeypatch, capsys):
-    go(tmp_path, "--states", "text")
-    out = played(only(tmp_path), monkeypatch, capsys, ["a, b = b, a", "print('a', a)"])
-    firsts, said = out[:9:3], [line for line in out if line.startswith("model:")]
-    a, b, c = (line[-1] for line in firsts)
-    assert [line.partition("  <--")[0] for line in out if line.startswith("python:")] == [
-        f"python: a = {a}  # a={a}", f"python: b = {b}  # a={a}, b={b}",
-        f"python: c = {c}  # a={a}, b={b}, c={c}", f"python: a, b, c = b, a, c  # a={b}, b={a}, c={c}",
-        f"python: a {b}"]
-    _, task, _, model = train.load_model(only(tmp_path), device="cpu")
-    read, states = [], [line.partition("# ")[2].partition("  <--")[0] for line in out if "python:" in line]
-    encode, decode = task.tokenizer.encode, task.tokenizer.decode
-    with torch.no_grad():                                                 # from the start for each token
-        for line, shown, state in zip([*firsts, ">>> a, b, c = b, a, c"], said, states):
-            read, wrote = read + encode(f"{line}  # "), []
-            while not decode(wrote).endswith("\n") and len(wrote) < 2 * len(encode(state + "\n")):
-                hidden, _, _ = model(torch.tensor([read + wrote]))
-                wrote.append(model.head(hidden[0, -1]).argmax().item())
-            text = decode(encode(f"{line}  # ") + wrote).strip().removeprefix(">>> ")
-            assert shown[len("model:  "):].rpartition(" (")[0] == text
-            read += wrote[:-1] + encode("\n")
-
-
 def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, capsys):
-    go(tmp_path / "repl")
-    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert not train.main(["--play", str(only(tmp_path / "repl"))])
-    go(tmp_path / "group", "--task", "group", "--eval-at", 4, "--curriculum", 4)
-    assert "trained on repl" in refused(capsys, "--play", only(tmp_path / "group"))
+    monkeypatch.setattr("builtins.input", lambda prompt: interrupt())
+    assert train.main(["--play", str(HERE / "assets/deltanet-repl.pt")]) == 130
+    go(tmp_path, "--task", "group", "--eval-at", 4, "--curriculum", 4)
+    assert "trained on repl" in refused(capsys, "--play", only(tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------------
-# train.py: bad input is one line that says what to do, before anything is built
+# train.py: bad input is one line that says what to do
 
 BAD = {
     "--model deltnet": "choose from deltanet",
-    "--task rpl": "choose one of repl",
+    "--task rpl": "choose from repl",
     "--modle deltanet": "unrecognized arguments: --modle",
     "--n-vars 30": "2 to 9",
-    "--task group --group S6": "choose one of Z2",
+    "--task group --group S6": "choose from Z2",
     "--curriculum 8x16": "a spacing of 1 to the length",
     "--eval-at 8x": "LENGTHxSPACING",
-    "--learning-rate fast": "invalid float value: 'fast'",
-    "--batch-size 0": "above 0",
-    "--seed -1": "above 0, or 0",
-    "--seed 0,0": "repeat no value",
+    "--learning-rate fast": "--learning-rate: fast: give a number (float)",
+    "--batch-size 0": "more than 0",
+    "--seed -1": "0 or more",
     "--beta-max 2.5": "explode",
     "--d-model 30 --n-head 4": "--n-head 4",
-    "--device tpu": "choose one of auto",
-    "--stage-samples 50000": "raise --max-samples",
-    "--max-samples 100": "lower them",
-    "--params 3000": "change --d-model or --n-layer",
-    "--carry 4 --task parity": "--carry is for",
-    "--carry 4 --states text": "--carry is for",
-    "--state-layer 2": "give at most --n-layer 1",
+    "--model deltanet+lstm": "--n-layer 2",
+    "--device tpu": "choose from cpu",
+    "--params 3000": "at least",
     "--task arith --states linear": "transformer or contrastive",
     "--task group --states transformer": "linear or none",
-    "--task trace --code ints+brackets": "some of branches",
-    "--task parity --curriculum 1:1": "longer",
+    "--task trace --code brackets": "ints",
     "--out train.py": "train.py",
     "--eval nowhere.pt --model gru": "give only",
     "--play nowhere.pt": "no such checkpoint",
@@ -2689,7 +2623,7 @@ def test_bad_input_is_answered_in_one_line(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("a file, in the way of a folder")
     assert BAD[line] in refused(capsys, *line.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert not [*tmp_path.rglob("ckpt.*")]
 
 
 @pytest.mark.parametrize("line", ["train.py --modle deltanet", "data.py rpl"])
@@ -2704,30 +2638,21 @@ def test_the_shell_sees_one_line_and_exit_code_2(line, tmp_path):
 def test_broken_and_foreign_checkpoints_are_refused(tmp_path, capsys):
     go(tmp_path / "runs")
     good = only(tmp_path / "runs") / "ckpt.pt"
-    old = train.load_checkpoint(good)
-    torch.save({**old, "config": {**old["config"], "colour": "red"}}, tmp_path / "later.pt")
+    saved = train.read_checkpoint(good)
+    torch.save({**saved, "config": {**saved["config"], "colour": "red"}}, tmp_path / "later.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     cut = good.read_bytes()[:good.stat().st_size // 2]
     for name, content in (("cut.pt", cut), ("empty.pt", b""), ("text.pt", b"hello\n")):
         (tmp_path / name).write_bytes(content)
     for path in tmp_path.glob("*.pt"):
         assert "cut short" in refused(capsys, "--eval", path)
+    (only(tmp_path / "runs") / "result.json").unlink()
     good.write_bytes(cut)
     assert "cut short" in refused(capsys, *TINY, "--out", tmp_path / "runs")
 
 
-def test_a_checkpoint_from_before_a_setting_was_added_has_its_default(tmp_path):
-    go(tmp_path / "runs")
-    saved = train.load_checkpoint(only(tmp_path / "runs"))
-    del saved["config"]["carry"]
-    torch.save(saved, tmp_path / "earlier.pt")
-    cfg, _, _, _ = train.load_model(tmp_path / "earlier.pt")
-    assert cfg.carry == Config.carry and cfg.eval_every == saved["config"]["eval_every"]
-
-
 def test_every_setting_has_its_reason(capsys):
-    assert list(train.HELP) == [f.name for f in fields(Config)] and len(train.HELP) <= 38
-    assert all(len(reason) > 3 for reason in train.HELP.values())
+    assert list(train.HELP) == [f.name for f in fields(Config)]
     with pytest.raises(SystemExit):
         train.main(["--help"])
     shown = re.sub(r"\s", "", capsys.readouterr().out)
@@ -2736,21 +2661,18 @@ def test_every_setting_has_its_reason(capsys):
         assert re.sub(r"\s", "", said) in shown
 
 
-@pytest.mark.parametrize("model", ["deltanet", "deltaproduct", "transformer", "deltanet+lstm"])
+@pytest.mark.parametrize("model", ["deltanet", "transformer"])
 def test_params_are_met_within_ten_percent(model):
-    cfg = Config(model=model, n_layer=2, params=150_000)
-    task, _ = train.build_task(cfg)
-    lm = train.build_model(cfg, task, "meta")
+    _, _, _, lm = train.build(Config(model=model, n_layer=2, params=150_000))
     assert train.count(lm) - train.count(lm.to_state) == pytest.approx(150_000, rel=0.1)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# train.py: what a reader is promised, minutes each
+# train.py: what a reader is promised, a minute each
 
 @slow
-@pytest.mark.parametrize("seed", range(3))
-def test_the_default_run_reads_99_percent_at_twice_the_trained_length_and_spacing(tmp_path, seed):
-    assert train.main(["--seed", str(seed), "--out", str(tmp_path), "--eval-samples", "128"]) == 0
+def test_the_default_run_reads_99_percent_at_twice_the_trained_length_and_spacing(tmp_path):
+    assert train.main(["--seed", "1", "--out", str(tmp_path), "--eval-samples", "128"]) == 0
     [row] = [row for row in result_of(only(tmp_path))["eval"] if row["stage"] == "128x16"]
     assert row["accuracy"] >= 0.99, row
 
@@ -2762,82 +2684,10 @@ def test_deltanet_tracks_parity_and_eigenvalues_in_01_do_not(tmp_path):
     for beta_max in (2, 1):
         out = tmp_path / str(beta_max)
         flags = ["--task", "group", "--group", "Z2", "--beta-max", beta_max, "--stage-samples", 4000,
-                 "--n-head", 4, "--eval-at", 256, "--out", out]
+                 "--n-head", 4, "--eval-at", 256, "--max-samples", 12000, "--out", out]
         assert train.main(list(map(str, flags))) == 0
         accuracy[beta_max] = result_of(only(out))["eval"][0]["accuracy"]
     assert accuracy[2] > 0.95 and accuracy[1] < 0.8, accuracy
-
-
-class RightAtTheEnd(torch.nn.Module):
-    """Knows the last answer of each trace of a batch, and no other."""
-
-    def __init__(self, batch):
-        super().__init__()
-        self.nothing, self.head = torch.nn.Parameter(torch.zeros(())), torch.nn.Identity()
-        said = batch.target + 1
-        for trace, asked in enumerate(batch.asked):
-            last = np.flatnonzero(asked)[-1]
-            said[trace, last] = batch.target[trace, last]
-        self.said = torch.nn.functional.one_hot(torch.tensor(said)).float()
-
-    def forward(self, tokens, state):
-        return self.said, None, None
-
-
-def test_the_final_accuracy_is_that_of_the_last_answer():
-    task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16, batch_size=16)
-    row = train.evaluate(RightAtTheEnd(task.batch(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
-    assert row["by_answer"] == [0, 0, 0, 1] and row["final"] == 1 and row["accuracy"] == 0.25
-
-
-def test_the_loss_is_the_weighted_sum_of_its_terms(tmp_path):
-    args = "--n-vars 3 --curriculum 4x1 --eval-at 4x1 --max-samples 64 --warmup 16 --cooldown 16 --d-model 16"
-    weights = "--reveal-weight 0.5 --state-weight 0.25"
-    assert train.main([*args.split(), *weights.split(), "--out", str(tmp_path)]) == 0
-    [path] = tmp_path.glob("*/metrics.csv")
-    for row in csv.DictReader(open(path)):
-        row = {name: float(row[name]) for name in ("loss", "next", "reveal", "state")}
-        assert row["loss"] == pytest.approx(row["next"] + 0.5 * row["reveal"] + 0.25 * row["state"], rel=1e-5)
-
-
-def test_training_reads_the_training_split_and_evaluation_the_test_split(monkeypatch):
-    splits, task, stage = [], Repl(3), Stage(4, 2)
-    honest = task.batch
-    monkeypatch.setattr(task, "batch", lambda seed, split, *rest: splits.append(split) or honest(seed, split, *rest))
-    cfg = Config(eval_samples=16, batch_size=16)
-    for _ in range(2):                                                    # made once
-        train.evaluate(RightAtTheEnd(honest(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
-    assert splits == ["test"]
-    train.Batches(cfg, task, stage)[3]
-    assert splits == ["test", "train"]
-
-
-def test_parameters_start_as_the_table_of_init_weights_says():
-    lm = models.LM(small("gated_deltanet", d_model=64, d_mlp=128, n_layer=3), 262, 5, 5)
-    p = dict(lm.named_parameters())
-    for name, std in (("embed.weight", 1), ("blocks.0.mixer.qkv.weight", 64 ** -0.5),
-                      ("blocks.0.mixer.out.weight", (6 * 64) ** -0.5),
-                      ("blocks.2.mlp.down.weight", (6 * 128) ** -0.5)):
-        assert p[name].std().item() == pytest.approx(std, rel=0.05), name
-    assert not p["head.weight"].any() and not p["blocks.0.mixer.to_beta.bias"].any()
-    assert (p["blocks.0.mixer.to_gate.bias"] == 4).all()
-    assert 0.45 < p["blocks.0.conv.weight"].abs().max() <= 0.5
-    for model, start in ("deltanet", 0.5), ("ssm", 0.0025):               # of beta_max
-        mixer = models.MIXERS[model](small(model))
-        torch.nn.init.zeros_(mixer.to_beta.bias)
-        assert mixer.beta(torch.zeros(1, 1, 32)).mean().item() == pytest.approx(2 * start, rel=0.02)
-
-
-@pytest.mark.parametrize("model", ["lstm", "gru"])
-def test_a_new_lstm_or_gru_keeps_most_of_its_state_for_20_tokens(model):
-    """The state after 20 tokens of zeros, from a state of ones and from one of zeros."""
-    mixer = models.MIXERS[model](small(model))
-    kept = []
-    for start in (1, 0):
-        state = torch.full((1, 1, 32), float(start))
-        _, state = mixer(torch.zeros(1, 20, 32), (state, state) if model == "lstm" else state)
-        kept.append(tensors(state)[-1])
-    assert 0.5 < (kept[0] - kept[1]).mean() < 0.9
 
 
 # ----------------------------------------------------------------------------------------------------------
