@@ -101,9 +101,9 @@ def seeds_of(labelled):
             one, two = result["config"], other["config"]
             differ = [key for key in {**one, **two} if one.get(key) != two.get(key) and key not in ASIDE]
             if differ:
-                raise ValueError(f"{name}: two runs would be one; add --by {','.join(differ)}")
+                raise ValueError(f"{result['model']}: not one curve; use some of --by {','.join(differ)}")
             if result["seed"] == other["seed"]:
-                raise ValueError(f"{name}: seed {result['seed']} is there twice; one curve takes it once")
+                raise ValueError(f"{result['model']}: seed {result['seed']} is there twice; give it once")
         groups[name].append(result)
     return groups
 
@@ -181,7 +181,7 @@ def curve(args):
     figure, axes = plt.subplots()
     for look, (name, runs) in zip(LOOKS, seeds_of(load_runs(args)).items()):
         for result in runs:
-            samples, _, accuracy = zip(*result["held_out"])
+            samples, accuracy = ([row[i] for row in result["held_out"]] for i in (0, 2))
             axes.plot(samples, accuracy, **look, label=name)
             name = None                                     # one label for all seeds
     return finish(axes, "traces seen", "accuracy on held-out traces", "Learning to execute", result["chance"])
