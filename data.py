@@ -5,7 +5,7 @@ So what a `print` shows, and what memory holds after a line, comes from Python. 
 the lines; one method, `to_batch`, makes arrays of them. (Not for `group`, whose tokens are not text.)
 
   repl       Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
-             also "breakpoints" (prints at random lines), "inverse" (who held it at the start? P1 Figure 7)
+  inverse    the same, but a print asks who held a value at the start (P1 Figure 7)
   parity     the parity of bits, xored one by one (P2 section 4, Figure 6)
   listperm   a list whose elements change places (P2 section 4, Figure 8)
   arith      sums and differences (P2 section 4, appendix C)
@@ -41,14 +41,14 @@ import json
 import os
 import random
 import re
+import select
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections import Counter
 from functools import lru_cache
-from itertools import accumulate, combinations, count, islice, product
+from itertools import accumulate, combinations, islice, product
 from math import factorial
 from pathlib import Path
 from typing import NamedTuple
@@ -367,18 +367,14 @@ class Repl(Task):
 
     def program(self, rng, stage, memory):
         yield from self.start(rng, memory)
-        stops = self.stops(rng, stage)
         for step in range(1, stage.length + 1):
             yield rng.choice(self.swaps) if self.moves == "swap" else self.permutation(rng, stage.kind)
-            if step in stops:
+            if step % stage.spacing == 0:
                 yield from self.question(rng.choice(self.names), memory)
 
     def start(self, rng, memory):
         values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
         return [f"{name} = {value}" for name, value in zip(self.names, values)]
-
-    def stops(self, rng, stage):
-        return range(stage.spacing, stage.length + 1, stage.spacing)
 
     def question(self, name, memory):
         return [f"print('{name}', {name})"]
@@ -407,30 +403,21 @@ class Repl(Task):
         return [stage for stage in stages if stage.spacing <= stage.length]
 
     def line(self, typed):
-        """What somebody typed -> the line as traces have it. Raises ValueError for any other line."""
-        typed = typed.strip().removeprefix(">>>").strip()
-        printed = re.fullmatch(r"print\s*\(\s*(['\"])([a-z])\1\s*,\s*\2\s*\)", typed)
-        if printed and printed[2] in self.names:
-            return f"print('{printed[2]}', {printed[2]})"
-        left, _, right = typed.partition("=")
-        left = [name.strip() for name in left.split(",")]
-        right = [name.strip() for name in right.split(",")]
+        """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b, c = b, a, c` or, with
+        moves="swap", `a, b = b, a`. Raises ValueError for a line that traces do not have."""
+        typed = re.sub(" *([=,()]) *", r"\1", typed.strip().removeprefix(">>>").strip())
+        for name in self.names:
+            if typed in (f"print('{name}',{name})", f'print("{name}",{name})'):
+                return f"print('{name}', {name})"
+        left, right = (side.split(",") for side in typed.partition("=")[::2])
         takes = dict(zip(left, right))
-        if len(takes) == len(left) and sorted(left) == sorted(right) and takes.keys() <= set(self.names):
-            if self.moves == "perm":                      # a, b = b, a becomes a, b, c = b, a, c
-                takes = {name: takes.get(name, name) for name in self.names}
-            if self.moves == "perm" or len(left) == 2 and left != right:
-                takes = dict(sorted(takes.items()))       # b, a = a, b becomes a, b = b, a
-                return f"{', '.join(takes)} = {', '.join(takes.values())}"
+        if sorted(left) == sorted(right) and len(takes) == len(left) and takes.keys() <= {*self.names}:
+            names = self.names if self.moves == "perm" else sorted(left)
+            line = f"{', '.join(names)} = {', '.join(takes.get(name, name) for name in names)}"
+            if self.moves == "perm" or line in self.swaps:
+                return line
         example = self.swaps[-1] if self.moves == "swap" else self.permutation(random.Random(0), "")
         raise ValueError(f"this model knows lines like {example} and print('a', a)")
-
-
-class Breakpoints(Repl):
-    """As many prints as in Repl, but after random commands."""
-
-    def stops(self, rng, stage):
-        return rng.sample(range(1, stage.length + 1), stage.length // stage.spacing)
 
 
 class Inverse(Repl):
@@ -567,7 +554,6 @@ GROUPS = {  # name: generators
     "Z60": [permutation(12, (0, 1, 2), (3, 4, 5, 6), (7, 8, 9, 10, 11))],      # order 3 * 4 * 5
     "S3": [permutation(3, (0, 1)), permutation(3, (0, 1, 2))],
     "S4": [permutation(4, (0, 1)), permutation(4, (0, 1, 2, 3))],
-    "A4xZ5": [permutation(9, (0, 1, 2)), permutation(9, (1, 2, 3)), permutation(9, (4, 5, 6, 7, 8))],
     "A5": [permutation(5, (0, 1, 2)), permutation(5, (0, 1, 2, 3, 4))],  # smallest non-solvable group
     "S5": [permutation(5, (0, 1)), permutation(5, (0, 1, 2, 3, 4))],
     "S5swaps": [permutation(5, pair) for pair in combinations(range(5), 2)],   # S5, but words hold only swaps
@@ -590,25 +576,22 @@ def closure(generators):
 class Group(Task):
     """Words over a finite group: elements g_1 g_2 ...; after each, the product so far is asked.
 
-    A word begins with the token 256, at which a recurrence can set up its state. An element is one token, or
-    `spell` of them: part p of element i is the token 257 + p n + i, where the group has n elements. The
-    product is asked after the last part; if it is element i, the answer is the token 257 + i. By default
-    there is no state head, as the answers are the states. In a stage L:M, words have only elements that move
-    at most M points: the alphabet grows. A batch has 32 // L words (at least one) for each trace, so that the
-    batches of all stages up to 32 are about equally large."""
+    A word begins with the token 256, at which a recurrence can set up its state. Element i is the token
+    257 + i. By default there is no state head, as the answers are the states. In a stage L:M, words have only
+    elements that move at most M points: the alphabet grows. A batch has 32 // L words (at least one) for each
+    trace, so that the batches of all stages up to 32 are about equally large."""
     curriculum = "8 16 32"
-    settings = ("group", "spell")
+    settings = ("group",)
     n_slots = 1
     default_states = "none"
 
-    def __init__(self, group="S5", spell=1, **others):
-        self.spell = spell
+    def __init__(self, group="S5", **others):
         self.elements, self.mul = closure(GROUPS[group])
         alphabet = GROUPS[group] if group == "S5swaps" else self.elements
         self.alphabet = [self.elements.index(element) for element in alphabet]
         self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)
-        names = [f"element {i}, part {part}" for part in range(spell) for i in range(self.n_classes)]
+        names = [f"element {i}" for i in range(self.n_classes)]
         super().__init__(tokenizer=Tokenizer(["start", *names]), **others)
 
     def letters(self, kind):
@@ -638,19 +621,11 @@ class Group(Task):
         if self.states not in ("none", "linear"):
             raise ValueError(f"--states {self.states}: tokens of a group are no text; give linear or none")
         words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
-
-        def row(first, x):
-            """(words, L, spell) -> (words, 1 + L spell), `first` at the start token."""
-            return np.insert(x.reshape(len(words), -1), 0, first, axis=1)
-
-        parts = self.n_classes * np.arange(self.spell)
-        tokens = 257 + np.array(words)[..., None] + parts               # (words, L, spell)
-        product = np.array(list(map(self.products, words)))[..., None]  # (words, L, 1)
-        last = np.arange(self.spell) == self.spell - 1                  # an element's last part is asked
-        asked = row(False, np.broadcast_to(last, tokens.shape))
-        target = row(PAD, np.where(last, 257 + product, PAD))
-        state = row(-1, np.where(last, product, -1))
-        return Batch(row(256, tokens), target, asked, np.zeros_like(asked), asked, state=state[..., None])
+        tokens = np.insert(257 + np.array(words), 0, 256, axis=1)                 # (words, 1 + L)
+        product = np.insert(list(map(self.products, words)), 0, -1, axis=1)       # -1 at the start token
+        asked = product >= 0
+        target = np.where(asked, 257 + product, PAD)
+        return Batch(tokens, target, asked, np.zeros_like(asked), asked, state=product[..., None])
 
     def check(self, stage):
         if stage.spacing != 1:
@@ -844,7 +819,7 @@ class Tracer(ast.NodeTransformer):
 
 
 def unroll(call):
-    """Run a call and write it down (P2 section 2). Executes code: see `Child`.
+    """Run a call and write it down (P2 section 2). Executes code: see `guarded`.
 
     call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function).
     -> a row {"id", "source", "call", "output", "trace", "states", "steps"}.
@@ -852,10 +827,7 @@ def unroll(call):
     source = call["code"].replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     body, tracer = ast.parse(source).body, Tracer(source)
     functions = {x.name: x for x in body if isinstance(x, ast.FunctionDef)}
-    if not functions:
-        raise Rejected("no function")
-    last_name = list(functions)[-1]
-    name = call.get("name") or ("f" if "f" in functions else last_name)
+    name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
     if name not in functions:
         raise Rejected("no function")
     function = functions[name]
@@ -912,111 +884,86 @@ def split_trace(row):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Code from files runs in its own process, with limits, in a temporary folder (files that it writes elsewhere
-# stay). This helps against accidents. It is no protection against attacks.
+# Code from files runs in a process of its own, with limits, in a temporary folder (files that it writes
+# elsewhere stay). This helps against accidents. It is no protection against attacks.
 
-def evaluate(around, answer, lines, result):
-    """Run `around`, set `__answer__`, run `lines` -> {"literal": of `result`}."""
-    memory = {"__name__": "trace", "print": print}
-    run(around, memory)
-    memory["__answer__"] = eval(answer, dict(memory))                        # `:=` in it changes nothing else
-    run(lines, memory)
-    return {"literal": literal(eval(result, memory))}
-
-
-def work(do, job, seconds):
-    """Do a job within limits. -> its result, or {"reason"}. Descriptors 0, 1 and 2 become os.devnull."""
-    forbidden = ("os.fork", "os.posix_spawn", "os.spawn", "os.system", "os.exec", "os.kill", "subprocess",
-                 "socket", "ctypes")
-
-    def forbid(event, _):
-        if event.startswith(forbidden):
-            raise PermissionError(event)
-
+def confine(folder, seconds):
+    """Limit this process. Raises OSError or ValueError where that cannot be done."""
+    os.setsid()                                             # a process group, which `guarded` kills
+    os.chdir(folder)
+    signal.alarm(seconds + 1)                               # if the parent is no longer there to do it
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + 2 ** 29       # what it inherits, and 512 MB
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in 0, 1, 2:
         os.dup2(nothing, descriptor)
-    signal.alarm(seconds)
-    resource.setrlimit(resource.RLIMIT_AS, (2 ** 29, 2 ** 29))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
-    sys.addaudithook(forbid)
+    os.fork = None                                          # no fork bomb by accident
+
+
+def outcome(work, arguments):
+    """-> what work(*arguments) returns, or {"reason"} why it returns nothing."""
     try:
-        return {"unroll": unroll, "evaluate": evaluate}[do](**job)
+        return work(*arguments)
     except Rejected as why:
         return {"reason": str(why)}
     except BaseException as error:
         return {"reason": f"it raises {type(error).__name__}"}
 
 
-def serve(seconds):
-    """Jobs on stdin, answers on stdout, lines of JSON. The process of a job answers through a file."""
-    for line in sys.stdin:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            pid = os.fork()
-            if not pid:
-                try:
-                    os.chdir(folder)
-                    Path(folder, ".answer").write_text(json.dumps(work(*json.loads(line), seconds)))
-                finally:
-                    os._exit(0)
-            late = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
-            answer = {"reason": f"more than {seconds} s" if late else "it ends its process"}
-            with contextlib.suppress(OSError, ValueError):
-                answer = json.loads(Path(folder, ".answer").read_bytes())
-        print(json.dumps(answer), flush=True)
+def guarded(work, *arguments, seconds=3):
+    """`outcome` in a process with limits on time, memory and files. -> its result, or {"reason"} if there is none.
 
-
-class Child:
-    """`serve` in another process with PYTHONHASHSEED `seed`. Raises ValueError on Windows."""
-
-    def __init__(self, seed, seconds=3):
-        if not resource:
-            raise ValueError("this system cannot limit a process: trace and score need a Unix")
-        self.seed, self.seconds, self.process = seed, seconds, None
-
-    def start(self):
-        words = [sys.executable, __file__, "--child", str(self.seconds)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        env = {"PYTHONHASHSEED": str(self.seed), "OPENBLAS_NUM_THREADS": "1"}
-        return subprocess.Popen(words, env=env, start_new_session=True, **pipes)
-
-    def ask(self, do, **job):
-        """-> what `do` returns for a job, or {"reason"}. Asks twice: something may have killed the child."""
-        for _ in range(2):
-            self.process = self.process or self.start()
-            timer = threading.Timer(self.seconds + 2, os.killpg, (self.process.pid, signal.SIGKILL))
-            timer.start()
+    The result comes as JSON through a pipe, between two copies of a random word: so what the code itself
+    writes into the pipe is never taken for it. Raises OSError if there is no such process."""
+    if not resource:
+        raise OSError("this system cannot limit a process: trace and score need a Unix")
+    (answers, pipe), word = os.pipe(), os.urandom(16)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        pid = os.fork()
+        if not pid:
             try:
-                print(json.dumps([do, job]), file=self.process.stdin, flush=True)
-                return json.loads(self.process.stdout.readline())
-            except (OSError, ValueError):
-                self.close()
+                confine(folder, seconds)
+                os.write(pipe, word)
+                with open(pipe, "wb") as file:
+                    file.write(json.dumps(outcome(work, arguments)).encode() + word)
+            except BaseException as error:
+                os.write(pipe, str(error).encode())
             finally:
-                timer.cancel()
-        return {"reason": "it ends its process"}
-
-    def close(self):
-        if self.process:
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.communicate()
-            self.process = None
+                os._exit(0)
+        os.close(pipe)
+        text, end = b"", time.monotonic() + seconds
+        try:                                                # until the pipe is closed, or time is up
+            while ready := select.select([answers], [], [], max(0, end - time.monotonic()))[0]:
+                part = os.read(answers, 2 ** 16)
+                text += part
+                if not part:
+                    break
+        finally:
+            os.close(answers)
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):              # it may have no group yet
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if not text.startswith(word):
+        raise OSError(f"no process with limits can be started for the code: {text.decode() or 'it ends'}")
+    with contextlib.suppress(ValueError):
+        if text.endswith(word):
+            return json.loads(text[len(word):-len(word)])
+    return {"reason": "its process gives no answer" if ready else f"more than {seconds} s"}
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Files of traces, lines of JSON
 
-def new_file(path, overwrite):
-    if os.path.exists(path) and not overwrite:
-        raise ValueError(f"{path} exists: choose another --out, or --overwrite it")
-    return open_file(path, "w", buffering=1)                              # write line by line
-
-
-def open_file(path, mode="rb", **how):
-    try:
-        return open(path, mode, **how)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}")
+def refuse_to_lose(source, outs, overwrite):
+    """Raises ValueError if a file to write is the one to read, or exists and --overwrite is not given."""
+    for out in filter(os.path.exists, outs):
+        if os.path.samefile(out, source):
+            raise ValueError(f"{out} is the file to read: choose another --out")
+        if not overwrite:
+            raise ValueError(f"{out} exists: choose another --out, or --overwrite it")
 
 
 def parts(test):
@@ -1047,49 +994,35 @@ def calls_in(line, number):
         return [call | {"reason": "no code and input, and no code, task_id and test_list"}]
 
 
-def unroll_twice(call, one, other):
-    """-> the row of a call, or {"reason"}. The two children hash strings differently."""
-    if "reason" in call:
-        return call
-    row = one.ask("unroll", call=call)
-    if "reason" not in row and row != other.ask("unroll", call=call):
-        return {"reason": "it depends on how strings are hashed"}
-    return row
-
-
 def write_traces(path, out, overwrite=False, seconds=3):
-    """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl.
-
-    -> exit code; after Ctrl-C 130, and both files are whole. Raises ValueError."""
-    rejected, counts, code = os.path.splitext(out)[0] + ".rejected.jsonl", Counter(), 0
-    with (open_file(path) as file, new_file(rejected, overwrite) as bad, new_file(out, overwrite) as good,
-          contextlib.closing(Child(0, seconds)) as one, contextlib.closing(Child(1, seconds)) as other):
+    """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
+    Ctrl-C, both files are whole. Raises ValueError, or OSError as `guarded` does."""
+    rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
+    refuse_to_lose(path, [out, rejected], overwrite)
+    honest = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
+    if "reason" in honest:                                  # so the fault is ours, not that of a row
+        raise OSError(f"a process for the code does not work here: {honest['reason']}")
+    with open(path, "rb") as file, open(out, "w", 1) as good, open(rejected, "w", 1) as bad:
         try:
             for number, line in enumerate(file, 1):
                 for call in calls_in(line, number) if line.strip() else []:
-                    row = unroll_twice(call, one, other)
-                    if "reason" not in row:
+                    row = call if "reason" in call else guarded(unroll, call, seconds=seconds)
+                    if "reason" in row:
+                        why = {"line": number, "id": call["id"], "reason": row["reason"]}
+                        bad.write(json.dumps(why | {"row": line.decode(errors="replace")}) + "\n")
+                    else:
                         good.write(json.dumps(row) + "\n")
-                        counts["kept"] += 1
-                        continue
-                    reason, text = row["reason"], line.decode(errors="replace")
-                    if reason.startswith("no JSON"):
-                        print(f"{path}, line {number}: {reason}", file=sys.stderr)
-                    row = {"line": number, "id": call["id"], "reason": reason, "row": text}
-                    bad.write(json.dumps(row) + "\n")
-                    counts[reason.split(":")[0]] += 1
-        except KeyboardInterrupt:
-            code = 130
-    print(f"{counts['kept']} traces in {out}; rejected calls, and why, in {rejected}")
-    for reason, n in counts.most_common():
-        print(f"{n:6d}  {reason}")
-    return code
+                    counts[row.get("reason", "kept").split(":")[0]] += 1
+        finally:
+            print(f"{counts['kept']} traces in {out}; rejected calls, and why, in {rejected}")
+            for reason, n in counts.most_common():
+                print(f"{n:6d}  {reason}")
 
 
 def read_traces(path):
-    """-> the rows of a file of traces. Raises ValueError."""
+    """-> the rows of a file of traces. Raises ValueError, or OSError."""
     needed = {"id", "source", "call", "output", "trace", "states", "steps"}
-    with contextlib.suppress(ValueError, TypeError), open_file(path) as file:
+    with contextlib.suppress(ValueError, TypeError), open(path) as file:
         rows = [json.loads(line) for line in file]
         if rows and all(needed <= set(row) for row in rows):
             return rows
@@ -1114,204 +1047,182 @@ EXAMPLES = {
 
 
 def question(row, kind):
-    """-> a program's text before the answer, the answer, and the text after it."""
-    output, (name, given) = row["output"], row["call"][:-1].split("(", 1)
+    """-> a program's text before the answer, and after it."""
     if kind == "output/program":
-        return f"{row['source']}\nassert {row['call']} == ", output, ""
+        return f"{row['source']}\nassert {row['call']} == ", ""
     if kind == "input/program":
-        return f"{row['source']}\nassert {name}(", given, f") == {output}"
+        return f"{row['source']}\nassert {row['call'].partition('(')[0]}(", f") == {row['output']}"
     if kind == "output/trace":
-        return row["trace"][:-len(output)], output, ""
+        return row["trace"].removesuffix(row["output"]), ""
     around, (first, *lines), last = split_trace(row)
-    target, _, given = first.partition(" = ")
-    return "\n".join([*around, f"{target} = "]), given, "\n".join(["", *lines, last])
+    return "\n".join([*around, first.partition(" = ")[0] + " = "]), "\n".join(["", *lines, last])
 
 
 def prompt(row, kind):
     """Two examples with answers, and a question. The answer to a program is its whole assert."""
     text = ""
     for program, answer in EXAMPLES[kind]:
-        if row["call"].startswith("f("):                                  # as in all of CRUXEval
-            program = re.sub("identity|append_a|count_even|concat", "f", program)
         if kind.endswith("program"):
             answer = program.split("\n")[-1].replace("??", answer)
         text += f"[PYTHON]\n{program}\n[/PYTHON]\n[ANSWER]\n{answer}\n[/ANSWER]\n\n"
-    before, _, after = question(row, kind)
-    return f"{text}[PYTHON]\n{before}??{after}\n[/PYTHON]\n[ANSWER]\n"
+    if row["call"].startswith("f("):                                      # as in all of CRUXEval
+        text = re.sub("identity|append_a|count_even|concat", "f", text)
+    return f"{text}[PYTHON]\n{'??'.join(question(row, kind))}\n[/PYTHON]\n[ANSWER]\n"
+
+
+def questions(path):
+    """The prompts for a file of traces: {id: (row, kind)}. Raises ValueError if two rows have the same id."""
+    rows = read_traces(path)
+    if len({str(row["id"]) for row in rows}) < len(rows):
+        raise ValueError(f"{path}: two rows have the same id, and so would their prompts")
+    return {f"{row['id']}/{kind}": (row, kind) for row in rows for kind in EXAMPLES
+            if kind.startswith("output") or not row["call"].endswith("()")}
 
 
 def write_prompts(path, out, overwrite=False):
-    """Write {"id", "prompt", "steps"} per kind and row of a trace file. Raises ValueError."""
-    rows = read_traces(path)
-    with new_file(out, overwrite) as file:
-        for row, kind in product(rows, EXAMPLES):
-            if kind.startswith("output") or not row["call"].endswith("()"):
-                asked = {"id": f"{row['id']}/{kind}", "prompt": prompt(row, kind), "steps": row["steps"]}
-                file.write(json.dumps(asked) + "\n")
+    """Write {"id", "prompt", "steps"} per kind and row of a file of traces. Raises ValueError."""
+    asked = questions(path)
+    refuse_to_lose(path, [out], overwrite)
+    with open(out, "w") as file:
+        for name, (row, kind) in asked.items():
+            file.write(json.dumps({"id": name, "prompt": prompt(row, kind), "steps": row["steps"]}) + "\n")
 
 
-def judge(child, row, kind, completion):
-    """Whether a completion is right: an output that equals the row's, or an input that has this output.
-
-    A completion is the answer, or its whole line. An output is a literal, compared by ==: 1 == 1.0. An input
-    is any expression: the child executes it and returns the output as a literal, so no object with its own ==
-    can pass."""
-    before, _, after = question(row, kind)
-    text = completion.split("[/ANSWER]")[0].strip()
-    try:
-        line = before.split("\n")[-1] + "__answer__" + after.split("\n")[0]
-        left, right = ast.unparse(ast.parse(line)).split("__answer__")
-        if text.startswith(("assert ", left)):
-            text = ast.unparse(ast.parse(text)).removeprefix(left).removesuffix(right)
-        if kind.startswith("input"):
-            text = output_of(child, row, kind, text)
-        return ast.literal_eval(text) == ast.literal_eval(row["output"])
-    except Exception:                                                     # no expression, no literal
-        return False
+UNSAFE = {*dir(builtins)} - {"bool", "bytes", "chr", "dict", "float", "int", "len", "list", "ord", "range",
+                             "set", "sorted", "str", "sum", "tuple"}      # what an input must not name
 
 
-def output_of(child, row, kind, text):
-    """-> a program's output for an input, as a literal. Raises an Exception if none."""
-    around, (first, *lines), last = split_trace(row)
-    target, name = first.partition(" = ")[0], row["call"].partition("(")[0]
-    lines.insert(0, f"{target} = __answer__")
-    result = last.removeprefix("assert ").removesuffix(f" == {row['output']}")
-    if kind == "input/program":
-        around, lines, result = [row["source"]], [], "__answer__"
-        text = f"{name}({text}\n)"
-    tree = ast.parse(text, mode="eval").body
-    if kind == "input/program" and tree.func.id != name:                  # refuse text like 1) == f(1
-        raise ValueError
-    for node in ast.walk(tree):
+def evaluate(program, expression):
+    """-> the literal of an expression after a program; None if it has none."""
+    memory = {"__name__": "trace"}
+    exec(program, memory)
+    return literal(eval(expression, memory))
+
+
+def output_of(row, kind, answer):
+    """-> the output that an answer means: itself or, of an input, what the program returns for it ({"reason"} or
+    None if nothing with a literal).
+
+    Raises ValueError, or what `ast` raises, for an input that is no expression, or that could fake an output: it
+    sets a name, or makes an object with an == of its own."""
+    if kind.startswith("output"):
+        return answer
+    call, asked = (ast.parse(text, mode="eval").body for text in (f"f({answer}\n)", row["call"]))
+    for node in ast.walk(call):
         word = getattr(node, "attr", getattr(node, "id", ""))
-        if word.startswith("__") or word in ("type", "eval", "exec", "getattr", "setattr", "compile"):
-            raise ValueError                                              # could fake an ==
-    return child.ask("evaluate", around=around, answer=text, lines=lines, result=result)["literal"]
+        if word in UNSAFE or word.startswith("__") or isinstance(node, ast.NamedExpr):
+            raise ValueError(f"{answer} could fake an output")
+    value = ast.unparse(call).removeprefix(call.func.id)                  # in parentheses
+    if kind == "input/program" and len(asked.args) + len(asked.keywords) > 1:
+        value = f"*{value}"                                               # a tuple or a list of inputs
+    program, _, result = value.join(question(row, kind)).rpartition("\nassert ")
+    return guarded(evaluate, program, result.removesuffix(f" == {row['output']}"))
+
+
+def judge(row, kind, completion):
+    """Whether a completion is "right", "wrong" or "unreadable". Raises OSError as `guarded` does.
+
+    The answer is all of it, or what is in backticks, or a line; alone, or with what the question has around it.
+    Right is an output that equals the row's (1 == 1.0), and an input for which the program returns one that does."""
+    whole = ast.unparse(ast.parse("__answer__".join(question(row, kind))))
+    left, right = re.search("(.*)__answer__(.*)", whole).groups()
+    forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert ", right[1:]), (left, right)
+    text = re.split(r"(?i)\[answer\]|\banswer:\**", completion.split("[/ANSWER]")[0])[-1]
+    quoted = re.findall(r"`+(?:\w+\n)?([^`]+)`+", text)
+    for said, (start, end) in product([text, *reversed(quoted), *text.split("\n")], forms):
+        with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+            said = ast.unparse(ast.parse(f"{start}{said.strip()}\n{end}"))
+            if said.startswith(left) and said.endswith(right) and said != left + right:
+                output = output_of(row, kind, said[len(left):len(said) - len(right)])
+                if output != {"reason": "it raises NameError"}:           # as prose of one word does
+                    same = isinstance(output, str) and ast.literal_eval(output) == ast.literal_eval(row["output"])
+                    return "right" if same else "wrong"
+    return "unreadable"
 
 
 def score(path, completions):
-    """Print how many completions of a file are right, by steps. Raises ValueError."""
-    bins = (0, 5, 10, 20, 30, 50)
-    asked = {f"{row['id']}/{kind}": (row, kind) for row in read_traces(path) for kind in EXAMPLES}
-    verdicts = {(kind, most): [] for kind in EXAMPLES for most in bins}
-    with open_file(completions) as file, contextlib.closing(Child(0)) as child:
+    """Print how many completions of a file are right, by steps. Raises ValueError, or OSError."""
+    asked, verdicts = questions(path), {}
+    with open(completions, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 said = json.loads(line)
-                row, kind = asked[said["id"]]
-                completion = said["completion"]
-                if not isinstance(completion, str):
-                    raise TypeError
+                name, completion = said["id"], said["completion"] + ""
+                row, kind = asked[name]
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{completions}, line {number}: give the id of a prompt, and a completion")
-            most = min(n for n in bins if n >= row["steps"])
-            verdicts[kind, most].append(judge(child, row, kind, completion))
-    for (kind, most), right in verdicts.items():
-        if right:
-            print(f"{kind:14s}  up to {most:2d} steps: {sum(right)} of {len(right)} right")
+            if name in verdicts:
+                raise ValueError(f"{completions}, line {number}: {name} has a completion already")
+            verdicts[name] = judge(row, kind, completion)
+    found = Counter((kind, -(-row["steps"] // 10) * 10, verdicts.get(name, "without an answer"))
+                    for name, (row, kind) in asked.items())
+    for kind, most in sorted({key[:2] for key in found}):
+        counts = [f"{found[kind, most, verdict]} {verdict}"
+                  for verdict in ("right", "wrong", "unreadable", "without an answer")]
+        print(f"{kind:14s}  up to {most:2d} steps: {', '.join(counts)}")
 
 
 # ----------------------------------------------------------------------------------------------------------
 # trace as a task: functions made at random, or those of a file
 
-SIMPLE = [
-    "i += n", "i -= n", "i += i", "i -= i", "i = n", "i = max(i, i)", "i = i * n + i",
-    "i = len(x)", "i = sum(x) % n", "x.append(i)", "x.sort()", "x.reverse()", "x = x[1:]", "x = x + [i, n]",
-    "x = [n + v for v in x]", "x = [i, i]", "i = s.count(q)", "s += q", "s = s[::-1]", "s = s[1:]",
-    "s = s.upper()", "s = s.replace(q, q)", "s = q + s", "s += str(i)",
-]
-HEADS = [
-    "for i in range(n):", "for i in x:", "for s in s:", "while i > n:", "if i > n:", "if i % 2 == 0:",
-    "if i in x:", "if len(x) > n:", "if q in s:",
-]
-KINDS = {  # kind of code: a regex for its templates; templates without a match are "ints"
-    "branches": "^if", "loops": "^for|^while", "lists": r"\bx\b", "strings": r"\b[sq]\b", "products": r"\*",
+LINES = ["i += n", "i -= n", "i += i", "i -= i", "i = n", "i = max(i, i)"]     # i: a variable; n: a digit
+HEADS = {
+    "ints": [],
+    "branches": ["if i > n:", "if i % 2 == 0:"],
+    "loops": ["if i > n:", "if i % 2 == 0:", "for i in range(n):", "while i > n:"],
 }
 
 
-def parse_code(text):
-    """'ints+branches' -> its kinds; 'all' -> all. Raises ValueError."""
-    kinds = ["ints", *KINDS] if text == "all" else text.split("+")
-    if "ints" not in kinds or not set(kinds) <= {"ints", *KINDS}:
-        raise ValueError(f"--code {text}: give all, or ints, joined by + to some of {', '.join(KINDS)}")
-    return kinds
+def random_function(rng, code="ints", statements=3):
+    """-> source of a function on ints, and arguments for it. rng: a random.Random.
 
-
-def templates_of(kinds, templates):
-    """The templates that use only these kinds of code."""
-    others = [pattern for kind, pattern in KINDS.items() if kind not in kinds]
-    return [one for one in templates if not any(re.search(pattern, one) for pattern in others)]
-
-
-def random_function(rng, code="all", statements=3):
-    """-> source of a function on ints, lists of ints and strings, and arguments for it. rng: a random.Random.
-
-    In the templates above, i becomes an int's name, x a list's, s a string's, n a digit, q a letter.
-    code: which kinds of templates to use. statements: maximum at the body's top level."""
-    words = {"i": "abc", "x": "xy", "s": "st", "n": "12345", "q": ["'a'", "'b'", "'c'"]}
-    simple, heads = (templates_of(parse_code(code), templates) for templates in (SIMPLE, HEADS))
+    code: the name of a list of HEADS. statements: maximum at the body's top level."""
+    words = {"i": "abc", "n": "12345"}
 
     def write(templates):
-        return re.sub(r"\b[ixsnq]\b", lambda found: rng.choice(words[found.group()]), rng.choice(templates))
+        return re.sub(r"\b[in]\b", lambda found: rng.choice(words[found.group()]), rng.choice(templates))
 
-    def block(indent, most=3, loop=False):
+    def block(indent, most=3):
         for _ in range(rng.randint(1, most)):
-            if not heads or rng.random() < 0.6 or len(indent) > 8:
-                yield indent + write(simple)
+            if not HEADS[code] or rng.random() < 0.6 or len(indent) > 8:
+                yield indent + write(LINES)
                 continue
-            head, inside = write(heads), indent + "    "
-            yield indent + head
-            if not head.startswith("if"):
-                yield inside + write(simple)                              # the step limit ends any loop
-                yield from block(inside, loop=True)
-            elif loop and rng.random() < 0.5:
-                yield inside + rng.choice(["break", "continue"])
-            else:
-                yield from block(inside, loop=loop)
+            yield indent + write(HEADS[code])
+            yield f"{indent}    {write(LINES)}"                           # so the step limit ends any loop
+            yield from block(f"{indent}    ")
             if rng.random() < 0.3:
-                yield indent + "else:"
-                yield inside + write(simple)
+                yield f"{indent}else:"
+                yield f"{indent}    {write(LINES)}"
 
     body = "\n".join(block("    ", statements))
-    values = {name: rng.randint(0, 9) for name in "abc"}
-    values |= {name: rng.choices(range(10), k=3) for name in "xy"}
-    values |= {name: "".join(rng.choices("abc", k=3)) for name in "st"}
-    names = [name for name in values if re.search(rf"\b{name}\b(?!')", body)]     # a, but not 'a'
-    result = rng.choice(re.findall(r"^ +(\w)\b", body, re.M) or names)
-    arguments = ", ".join(repr(values[name]) for name in names)
-    return f"def f({', '.join(names)}):\n{body}\n    return {result}", arguments
+    names = sorted(set(re.findall(r"\b[abc]\b", body)))
+    arguments = ", ".join(str(rng.randint(0, 9)) for _ in names)
+    return f"def f({', '.join(names)}):\n{body}\n    return {rng.choice(names)}", arguments
 
 
-def random_rows(rng, code="all", statements=3):
+def random_rows(rng, code, statements):
     """Rows of functions made at random, without end."""
-    for number in count():
+    while True:
         source, arguments = random_function(rng, code, statements)
         with contextlib.suppress(Rejected):
-            yield unroll({"id": f"random {number}", "code": source, "input": arguments})
-
-
-def write_functions(n, out, code="all", seed=0, overwrite=False):
-    """Write n rows of functions made at random. Raises ValueError."""
-    parse_code(code)
-    with new_file(out, overwrite) as file:
-        for row in islice(random_rows(random.Random(seed), code), n):
-            file.write(json.dumps(row) + "\n")
+            yield unroll({"id": "random", "code": source, "input": arguments})
 
 
 class Trace(Task):
     """The trace of a function (P2 section 2): its assert asks for the output. State: its variables, as text.
 
-    Functions are made at random, of the kinds of `code`, or come from trace_file; their code is not run
-    again. Stage L: L lines before the assert; L:M: M to L. The split looks at the lines that ran, not at
-    arguments and output; one function can have traces in both."""
+    Functions are made at random, with the statements that `code` names, or come from trace_file; their code
+    is not run again. Stage L: L lines before the assert; L:M: M to L. The split looks at the lines that ran,
+    not at arguments and output; one function can have traces in both."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
     whole = True
     settings = ("trace_file", "code")
 
-    def __init__(self, trace_file="", code="all", **others):
+    def __init__(self, trace_file="", code="ints", **others):
         super().__init__(**others)
-        parse_code(code)
+        if code not in HEADS:
+            raise ValueError(f"--code {code}: choose one of {', '.join(HEADS)}")
         self.trace_file, self.code = trace_file, code
         self.rows = read_traces(trace_file) if trace_file else []
 
@@ -1355,8 +1266,8 @@ class Trace(Task):
         return drawn
 
 
-TASKS = {"repl": Repl, "breakpoints": Breakpoints, "inverse": Inverse, "parity": Parity, "listperm": ListPerm,
-         "arith": Arith, "group": Group, "trace": Trace}
+TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPerm, "arith": Arith,
+         "group": Group, "trace": Trace}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1384,25 +1295,19 @@ def samples(args):
 
 
 def files(args):
-    """The commands about files: trace, prompts, score. -> exit code."""
-    def need(*names):
-        missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(args, name)]
-        if missing:
-            raise ValueError(f"{args.task}: give {' and '.join(missing)} too")
-
-    if args.task == "trace" and args.functions:
-        need("out")
-        return write_functions(args.functions, args.out, args.code or "all", args.seed, args.overwrite)
+    """The commands about files: trace, prompts, score."""
+    needs = {"trace": ["out", "allow_exec"], "prompts": ["out"], "score": ["completions", "allow_exec"]}
+    if args.task not in needs:
+        raise ValueError(f"{args.task}: only trace, prompts and score take --file, --out")
+    missing = [name for name in ["file", *needs[args.task]] if not getattr(args, name)]
+    if missing:
+        raise ValueError(f"{args.task}: give --{' and --'.join(missing)} too".replace("_", "-"))
     if args.task == "trace":
-        need("file", "out", "allow_exec")
-        return write_traces(args.file, args.out, args.overwrite)
-    if args.task == "prompts":
-        need("file", "out")
-        return write_prompts(args.file, args.out, args.overwrite)
-    if args.task == "score":
-        need("file", "completions", "allow_exec")
-        return score(args.file, args.completions)
-    raise ValueError(f"{args.task}: only trace, prompts and score take --file, --functions, --out")
+        write_traces(args.file, args.out, args.overwrite)
+    elif args.task == "prompts":
+        write_prompts(args.file, args.out, args.overwrite)
+    else:
+        score(args.file, args.completions)
 
 
 def main(argv=None):
@@ -1415,15 +1320,13 @@ def main(argv=None):
     add("--stage", default="8x1", help="of the samples [8x1]")
     add("--samples", type=int, default=1, help="how many [1]")
     add("--seed", type=int, default=0, help="of the random generator [0]")
-    add("--n-vars", type=int, help="repl, listperm: how many variables")
-    add("--moves", choices=["swap", "perm"], help="repl: what a command is")
+    add("--n-vars", type=int, help="repl, inverse, listperm: how many variables")
+    add("--moves", choices=["swap", "perm"], help="repl, inverse: what a command is")
     add("--digits", type=int, help="arith: per number")
     add("--group", choices=GROUPS, help="group: which one")
-    add("--spell", type=int, help="group: tokens per element")
+    add("--code", choices=HEADS, help="trace: what functions made at random have [ints]")
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
-    add("--code", help="trace: kinds of functions made at random, as ints+branches; see KINDS [all]")
     add("--file", help="JSON lines to read: calls for `trace`, traces for `prompts` and `score`")
-    add("--functions", type=int, help="trace: make this many functions at random instead of reading a file")
     add("--completions", help="score: JSON lines, what a model said: id, completion")
     add("--out", help="JSON lines to write")
     add("--overwrite", action="store_true", help="write --out even if there is one")
@@ -1431,11 +1334,12 @@ def main(argv=None):
         help="execute the code in --file, in child processes with limits: no sandbox")
     args = parser.parse_args(argv)
     try:
-        if args.samples < 1 or args.functions is not None and args.functions < 1:
-            raise ValueError("--samples and --functions: give a number above 0")
-        if args.file or args.functions or args.out or args.task in ("prompts", "score"):
-            return files(args)
-        samples(args)
+        if args.samples < 1:
+            raise ValueError("--samples: give a number above 0")
+        if args.file or args.out or args.task in ("prompts", "score"):
+            files(args)
+        else:
+            samples(args)
     except BrokenPipeError:                                 # as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
@@ -1445,4 +1349,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(serve(int(sys.argv[2])) if sys.argv[1:2] == ["--child"] else main())
+    if "--allow-exec" in sys.argv and os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ["PYTHONHASHSEED"] = "0"                  # sets have the same order in every run
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    sys.exit(main())

@@ -380,20 +380,14 @@ class LM(nn.Module):
         elif cfg.states == "contrastive":
             self.to_state = ContrastiveHead()
 
-    def layers(self, tokens, state=None):
-        """tokens (B, T) int64; state: None, or the previous call's -> [x (B, T, D) before the first block and
-        after each block]; the new state, a list with an entry per block."""
-        x, new = [self.embed(tokens)], []
-        for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
-            y, after = block(x[-1], before)
-            x.append(y)
-            new.append(after)
-        return x, new
-
     def forward(self, tokens, state=None):
-        """As `layers`, but only the last block's output, normalised -> hidden (B, T, D); state."""
-        x, state = self.layers(tokens, state)
-        return self.norm(x[-1]), state
+        """tokens (B, T) int64; state: None, or the previous call's -> hidden (B, T, D); state, a list with an
+        entry per block."""
+        x, new = self.embed(tokens), []
+        for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
+            x, after = block(x, before)
+            new.append(after)
+        return self.norm(x), new
 
 
 def init_weights(model):
@@ -419,7 +413,7 @@ def init_weights(model):
 
 # ----------------------------------------------------------------------------------------------------------
 # State heads (P2 section 4): supervise the hidden vector at a line's end with the program's state there.
-# All have loss(lm, h, batch) -> nats: h (B, T, D) hidden vectors, batch a data.Batch of tensors.
+# All have loss(lm, hidden, batch) -> nats: hidden (B, T, D) from LM.forward, batch a data.Batch of tensors.
 
 class LinearHead(nn.Linear):
     """n_slots softmaxes over n_classes. Labels: classes, or (pfsa) exact beliefs."""
@@ -429,13 +423,13 @@ class LinearHead(nn.Linear):
         self.n_slots = n_slots
         nn.init.zeros_(self.weight)
 
-    def forward(self, h):
+    def forward(self, hidden):
         """(..., D) -> logits (..., n_slots, n_classes)"""
-        return super().forward(h).unflatten(-1, (self.n_slots, -1))
+        return super().forward(hidden).unflatten(-1, (self.n_slots, -1))
 
-    def loss(self, lm, h, batch):
+    def loss(self, lm, hidden, batch):
         """The mean over labelled slots."""
-        logits = self(h[batch.line_end]).float()                        # (N, n_slots, n_classes)
+        logits = self(hidden[batch.line_end]).float()                   # (N, n_slots, n_classes)
         if batch.belief is None:
             label = batch.state[batch.line_end]                         # (N, n_slots)
             return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-1)
@@ -463,10 +457,10 @@ class TransformerHead(nn.Module):
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         init_weights(self)
 
-    def loss(self, lm, h, batch):
+    def loss(self, lm, hidden, batch):
         """The mean over tokens of the states' texts."""
         trace, place, text = stated_lines(batch)
-        line = h[trace, place]                                          # (N, D)
+        line = hidden[trace, place]                                     # (N, D)
         x = torch.cat([line[:, None], self.embed(text[:, :-1])], 1)
         for block in self.blocks:
             x, _ = block(x)
@@ -481,14 +475,14 @@ class ContrastiveHead(nn.Module):
     parameters."""
     temperature = 0.07
 
-    def loss(self, lm, h, batch):
+    def loss(self, lm, hidden, batch):
         """The mean of both directions, line to state and state to line."""
         trace, place, text = stated_lines(batch)
         text, number = text.unique(dim=0, return_inverse=True)          # (U, W), (N,)
         read, _ = lm(text)
         ends = (text != PAD) & (F.pad(text, (0, 1))[:, 1:] == PAD)      # (U, W), a text's last token
         states = F.normalize(read[ends], dim=-1)                        # (U, D)
-        lines = F.normalize(h[trace, place], dim=-1)                    # (N, D)
+        lines = F.normalize(hidden[trace, place], dim=-1)               # (N, D)
         logits = (lines @ states.T).float() / self.temperature          # (N, U)
 
         same = trace[:, None] == trace                                  # (N, N), lines of one trace

@@ -2043,21 +2043,6 @@ def test_the_contrastive_head_finds_states_and_lines(kind, L):
         assert lm.to_state.loss(lm, told, batch).item() == pytest.approx(np.mean(nats), rel=1e-4)
 
 
-@pytest.mark.parametrize("n_layer", [1, 3])
-def test_the_state_head_reads_what_the_last_block_reads_or_the_only_blocks_output(n_layer):
-    """The same as a model that ends there; the head's loss reaches no later block."""
-    task = Repl(5)
-    lm, batch = build("gru", n_layer=n_layer, states="linear"), batch_of(Repl(5), Stage(6), 4)
-    lm.to_state.weight.data.normal_()
-    terms, _ = train.losses(task, lm, batch)
-    terms["state"].backward()
-    shorter = copy.deepcopy(lm)
-    shorter.blocks = shorter.blocks[:max(1, n_layer - 1)]
-    assert lm.to_state.loss(lm, shorter(batch.tokens)[0], batch).item() == terms["state"].item()
-    reached = [block.mlp.down.weight.grad is not None for block in lm.blocks]
-    assert reached == [True] * len(shorter.blocks) + [False] * (n_layer > 1)
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_every_state_head_teaches_a_model(head):
     """Forty steps on one batch: its own loss falls, and reaches into the model."""

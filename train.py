@@ -156,17 +156,13 @@ def answers(task, batch, right):
 
 def losses(task, model, batch):
     """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right (B, R)."""
-    x, _ = model.layers(batch.tokens)
-    hidden = model.norm(x[-1])
+    hidden, _ = model(batch.tokens)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
     nats = nats.view_as(batch.target)
     terms = {"next": nats.sum() / (batch.target != PAD).sum(), "reveal": nats[batch.asked].mean()}
     if task.states in ("linear", "transformer", "contrastive"):
-        # The state head reads what the last block reads, so that the answer can use what it learns. If there
-        # is only one block, it reads the output.
-        h = model.norm(x[-2]) if len(model.blocks) > 1 else hidden
-        terms["state"] = model.to_state.loss(model, h, batch)
+        terms["state"] = model.to_state.loss(model, hidden, batch)
     return terms, answers(task, batch, logits.argmax(-1) == batch.target)
 
 
@@ -219,11 +215,14 @@ def make_optimizers(model):
     """-> [AdamW, Muon]. Muon has the blocks' matrices: it makes a step's singular values about equal, and the
     step as large as AdamW's, so one learning rate serves both. AdamW has the rest: vectors, what is outside
     the blocks, and matrices with a side of 16 or less, such as a projection to one number per head."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2 and min(p.shape) > 16]
-    chosen = set(matrices)
-    rest = [p for p in model.parameters() if p not in chosen]
-    return [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0),
-            torch.optim.Muon(matrices, weight_decay=0, adjust_lr_fn="match_rms_adamw")]
+    in_blocks, matrices, rest = set(model.blocks.parameters()), [], []
+    for p in model.parameters():
+        large = p in in_blocks and p.ndim == 2 and min(p.shape) > 16
+        (matrices if large else rest).append(p)
+    optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0)]
+    if matrices:                                          # blocks of width 16 have none
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def folder_of(cfg):
@@ -236,9 +235,9 @@ def folder_of(cfg):
 
 
 def commit():
-    """The git commit of this code, with + if it was changed since, or "" where there is none."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
-    done = subprocess.run(git, capture_output=True, text=True)
+    """The git commit of this code, with + if it was changed since; "" where there is none."""
+    git = "git describe --always --exclude='*' --dirty=+"
+    done = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
     return done.stdout.strip()
 
 
@@ -254,8 +253,10 @@ def run(cfg):
         print(f"{folder} is finished; remove it to train again")
         return
     task, stages, tests, model = build(cfg, saved and saved["lexemes"])
-    optimizers, weights = make_optimizers(model), {"next": 1, "reveal": cfg.reveal_weight, "state": 1}
-    cooldown, of_each = min(cfg.cooldown, cfg.max_samples // 3), cfg.stage_samples or task.stage_samples
+    optimizers, made_by = make_optimizers(model), commit()
+    weights = {"next": 1, "reveal": cfg.reveal_weight, "state": 1}
+    cooldown = min(cfg.cooldown, cfg.max_samples // 3)
+    of_each = cfg.stage_samples or task.stage_samples     # 0: a stage ends only by --advance
     # Where the run is. `stage` is a number; `began` and `end` count traces.
     at = SimpleNamespace(step=0, samples=0, seconds=0.0, stage=0, began=0, end=cfg.max_samples,
                          recent=[], passed=[], held_out=[])
@@ -310,15 +311,15 @@ def run(cfg):
 
         # test
         if at.step % cfg.eval_every == 0:
-            test = tests[0] if last else stage
-            held_out = evaluate(model, task, test, cfg)["accuracy"]
-            at.held_out.append([at.samples, str(test), held_out])
+            row = evaluate(model, task, tests[0] if last else stage, cfg)
+            at.held_out.append([at.samples, row["stage"], row["accuracy"]])
             tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, stage {stage}, loss "
-                       f"{loss.item():.3f}, {at.recent[-1]:.1%} right, held out {held_out:.1%}")
+                       f"{loss.item():.3f}, {at.recent[-1]:.1%} right, held out {row['accuracy']:.1%}")
 
         # curriculum
-        mean = sum(at.recent) / 10                                    # too low while there are fewer
-        enough = mean >= cfg.advance or of_each and at.samples - at.began >= of_each
+        mean = sum(at.recent) / len(at.recent)
+        enough = len(at.recent) == 10 and mean >= cfg.advance
+        enough = enough or of_each and at.samples - at.began >= of_each
         if enough and len(at.passed) == at.stage:                     # else the last stage was passed before
             at.passed.append({"stage": str(stage), "samples": at.samples, "steps": at.step,
                               "seconds": at.seconds})
@@ -342,7 +343,7 @@ def run(cfg):
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": str(stages[-1]), "reached": str(stages[at.stage]), "samples": at.samples,
               "steps": at.step, "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out,
-              "eval": rows, "commit": commit(), "torch": torch.__version__,
+              "eval": rows, "commit": made_by, "torch": torch.__version__,
               "threads": torch.get_num_threads(), "config": asdict(cfg)}
     (folder / "result.json").write_text(json.dumps(result) + "\n")
     print(f"next    python plot.py curve {folder}")
@@ -372,13 +373,6 @@ def load(path, **changes):
     task, _, tests, model = build(cfg, saved["lexemes"])
     model.load_state_dict(saved["model"])
     return cfg, task, tests, model
-
-
-def test(path, **changes):
-    """Print how a trained model does on its test stages, or on others (eval_at="512x16")."""
-    cfg, task, tests, model = load(path, **changes)
-    for stage in tests:
-        print(show(evaluate(model, task, stage, cfg), task.chance(stage)))
 
 
 @torch.no_grad()
@@ -474,7 +468,9 @@ def main(argv=None):
             if to_play:
                 play(to_play, **cell)
             elif to_eval:
-                test(to_eval, **cell)
+                cfg, task, tests, model = load(to_eval, **cell)
+                for stage in tests:
+                    print(show(evaluate(model, task, stage, cfg), task.chance(stage)))
             else:
                 try:
                     run(Config(**cell))
