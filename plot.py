@@ -19,9 +19,8 @@ Figures from finished runs, one function each; and looks inside a trained model.
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
 
 Runs that differ only in their seed are one curve: the median, in a band from the worst to the best. If they
-differ in more, name the settings by --by, as states,learning_rate: labels then tell them apart. (beta_max is
-always named, as the range of eigenvalues.) P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in
-Step-by-Step Execution".
+differ in more, --by names the settings that tell them apart, as --by states,learning_rate. P1 is arXiv
+2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
 """
 import argparse
 import json
@@ -41,7 +40,7 @@ import torch
 import pfsa
 from data import GROUPS, Repl, parse_stages, run
 from models import DeltaNet, by_hand
-from train import Config, evaluate, load
+from train import ASIDE, Config, evaluate, load
 
 plt.rcParams.update({"figure.figsize": (7, 4), "figure.constrained_layout.use": True, "savefig.dpi": 150,
                      "axes.grid": True, "grid.alpha": 0.3})
@@ -57,16 +56,16 @@ LOOKS = [                                                   # of five curves; th
 # ----------------------------------------------------------------------------------------------------------
 # Runs
 
-ASIDE = ["seed", "device", "out", "eval_at", "eval_samples", "eval_every"]    # may differ in one curve
-
-
 def read_lines(path):
     """-> the JSON objects of a .jsonl file, or of a run's folder."""
     path = Path(path)
     try:
-        return [json.loads(line) for line in open(path / "result.json" if path.is_dir() else path)]
+        rows = [json.loads(line) for line in open(path / "result.json" if path.is_dir() else path)]
     except (OSError, ValueError):
+        rows = []
+    if not rows:
         raise ValueError(f"{path}: give folders of finished runs, or .jsonl files")
+    return rows
 
 
 def load_runs(args):
@@ -99,9 +98,10 @@ def seeds_of(labelled):
     for name, result in labelled:
         for other in groups[name]:
             one, two = result["config"], other["config"]
-            differ = [key for key in {**one, **two} if one.get(key) != two.get(key) and key not in ASIDE]
+            keys = [key for key in {**one, **two} if key not in ("seed", *ASIDE)]
+            differ = ",".join(key for key in keys if one.get(key) != two.get(key))
             if differ:
-                raise ValueError(f"{result['model']}: not one curve; use some of --by {','.join(differ)}")
+                raise ValueError(f"{result['model']}: not one curve; use some of --by {differ}")
             if result["seed"] == other["seed"]:
                 raise ValueError(f"{result['model']}: seed {result['seed']} is there twice; give it once")
         groups[name].append(result)
@@ -289,22 +289,24 @@ def samples(args):
     found = seeds_of(((name, f"{result['task']}, {trained(result).length} lines"), result)
                      for name, result in load_runs(args))
     names, tasks = (list(dict.fromkeys(words)) for words in zip(*found))
-    size = 11, 1.5 + len(names) / 4
-    figure, [panels] = plt.subplots(1, len(tasks), figsize=size, squeeze=False, sharey=True)
+    figure, [panels] = plt.subplots(1, len(tasks), figsize=(11, 4.5), squeeze=False, sharey=True)
     for (name, task), runs in found.items():
-        axes, row = panels[tasks.index(task)], names.index(name)
+        axes, row, failed = panels[tasks.index(task)], names.index(name), []
         for result in runs:
-            end = result["eval"][0]
+            last = result["eval"][0]
             seen = [samples for samples, stage, right in result["held_out"]
-                    if stage in (result["trained"], end["stage"]) and right >= 0.95]
+                    if stage in (result["trained"], last["stage"]) and right >= 0.95]
             if seen:
                 axes.plot(seen[0], row, "C0o")
             else:
-                axes.plot(result["samples"], row, "C0o", fillstyle="none")
-                axes.text(result["samples"], row, f"   {end['accuracy']:.0%}", va="center", fontsize=8)
+                end = result["samples"]
+                axes.plot(end, row, "C0o", fillstyle="none")
+                failed.append(f"{last['accuracy']:.0%}")
+        if failed:
+            axes.text(end, row, f"   {', '.join(failed)}", va="center", fontsize=8)
         finish(axes, "traces", "", f"{task} (chance {result['chance']:.0%})")
         axes.set_xscale("log", base=2)
-        axes.margins(x=0.12)
+        axes.margins(x=0.25)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_yticks(range(len(names)), names)
     figure.suptitle("Traces until 95 % of the answers are right. A marker is a run. "
@@ -444,9 +446,7 @@ def heads(args):
     """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are
     scaled down (6). In colour: the most needed head. The numbers are saved to a .jsonl, to redraw it."""
     if args.paths[0].endswith(".jsonl"):
-        measured, *others = read_lines(args.paths[0])
-        if others:
-            raise ValueError(f"{args.paths[0]}: give a file of one line")
+        measured = read_lines(args.paths[0])[-1]            # if it has several lines, the last
     else:
         measured = measure_heads(args)
         Path(args.save).with_suffix(".jsonl").write_text(json.dumps(measured) + "\n")
@@ -519,8 +519,8 @@ def automaton(args, traces=256):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = [curve, headline, final, spacing, horizon, ladder, samples, nats, lengths, filters,
-            heads, automaton]
+COMMANDS = {f.__name__: f for f in [curve, headline, final, spacing, horizon, ladder, samples, nats, lengths,
+                                    filters, heads, automaton]}
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
     "final": "final assets/final.jsonl",
@@ -539,8 +539,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.print_usage = lambda file: None                  # an error is one line
-    commands = {f.__name__: f for f in COMMANDS}
-    parser.add_argument("command", nargs="?", choices=commands, metavar="command")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command")
     parser.add_argument("paths", nargs="*", help="folders of finished runs, or .jsonl files")
     parser.add_argument("--at", default="128x16", help="the stage, if a command has one [128x16]")
     parser.add_argument("--models", help="only these, as deltanet,lstm")
@@ -557,7 +556,7 @@ def main(argv=None):
     args.save = args.save or f"out/{args.command}.png"
     try:
         Path(args.save).parent.mkdir(parents=True, exist_ok=True)
-        figure = commands[args.command](args)
+        figure = COMMANDS[args.command](args)
         if figure:
             figure.savefig(args.save)
             print(f"saved {args.save}")
