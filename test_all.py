@@ -2981,10 +2981,12 @@ def one_of_two_heads():
 
 def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(monkeypatch):
     task, lm = one_of_two_heads()
-    before = copy.deepcopy(lm.state_dict())
+    before, x, mixer = copy.deepcopy(lm.state_dict()), torch.randn(1, 5, 64), lm.blocks[0].mixer
+    beta = mixer.beta(x)
     use(monkeypatch, task, lm)
     figure = plot.heads(of(path="a run", at="32x4"))
     assert all(torch.equal(p, before[name]) for name, p in lm.state_dict().items())
+    assert torch.equal(mixer.beta(x), beta)
     heads = json.loads(Path("out.jsonl").read_text())["heads"]
     idle, tracks = (heads[name]["accuracy"] for name in ("1.1", "1.2"))
     assert len(idle) == len(tracks) == 6
