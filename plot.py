@@ -158,7 +158,7 @@ def finish(axes, x_label, y_label, title, chance=None, length=None):
 
 
 def tiles(cells, x_label, title):
-    """-> a coloured table. cells: {(row, column): (words, shade from 0 to 1, or nan for white)}."""
+    """-> a coloured table. cells: {(row, column): (words, shade from 0 to 1)}; others are white."""
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells))
     figure, axes = plt.subplots(figsize=(9, 1 + len(rows) / 2))
     shades = np.full((len(rows), len(columns)), np.nan)
@@ -208,9 +208,9 @@ def horizon(args):
         if stage.length == stage.spacing:
             curves[name].append((stage.length, row["accuracy"]))
     lines(axes, curves)
-    lengths = [trained(result).length for _, result in load_runs(args) if result["trained"]]
+    last = [trained(result).length for _, result in load_runs(args) if result["trained"]]   # not by_hand
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
-                  "Without a print, trained models forget", result["chance"], max(lengths, default=None))
+                  "Without a print, trained models forget", result["chance"], max(last, default=None))
 
 
 def final(args):
