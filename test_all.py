@@ -3138,14 +3138,11 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     shutil.copytree(HERE / "assets", "assets")
     monkeypatch.setattr(train, "Config", small_config())
     monkeypatch.setattr(pfsa.MaybeSwaps, "stage_samples", 16)
-    rng = random.Random(0)
-    calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(20)]
+    calls = [{"id": f"call_{i}", "code": f"def f(x):\n    return x + {i}", "input": "1"} for i in range(5)]
     Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))
-    Path("said.jsonl").write_text('{"id": "call_0/output/trace", "completion": "1"}')
     monkeypatch.setattr(sys, "stdin", io.StringIO("print('a', a)\n"))
-    monkeypatch.setattr(kernels, "drift", lambda kind, scans, *args, **options: dict.fromkeys(scans, [0.0]))
-    monkeypatch.setattr(kernels, "clock", lambda *args: None)             # tested above
-    monkeypatch.setattr(kernels.check, "__defaults__", (16, 16, (17,)))   # K, V, lengths
+    monkeypatch.setattr(kernels, "drift", lambda *args: 0.0)              # tested above
+    monkeypatch.setattr(kernels, "clock", lambda *args: None)
     mains = {f"{module.__name__}.py": module.main for module in (data, kernels, models, pfsa, plot, train)}
     commands = readme_commands()
     assert {words[0] for words in commands} == set(mains)
@@ -3163,11 +3160,16 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
             assert not mains[name](args), (name, args)
 
 
-def test_torchrun_in_the_readme_is_a_command_of_train():
+def test_torchrun_in_the_readme_is_a_command_of_train(monkeypatch):
     [line] = re.findall("^torchrun .*", README, re.M)
-    words = shlex.split(line, comments=True)
+    words, seeds = shlex.split(line, comments=True), []
     assert words[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
-    assert len(train.grid(train.parse_args(words[4:])[1])) == 4
+    monkeypatch.setattr(train, "run", lambda cfg: seeds.append(cfg.seed))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        train.main(words[4:])
+    assert sorted(seeds) == [0, 1, 2, 3]
 
 
 def snippets():
@@ -3199,8 +3201,7 @@ def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     monkeypatch.setitem(train.TASKS, "modular", scope["Modular"])
     args = ["--task", "modular", "--curriculum", "2x1 4x1", "--eval-at", "4x1", "--cooldown", "640"]
     assert train.main([*args, "--max-samples", "6000", "--out", str(tmp_path)]) == 0
-    [result] = tmp_path.glob("*/result.json")
-    assert json.loads(result.read_text())["eval"][0]["accuracy"] > 0.95
+    assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.95
 
 
 def test_a_mixer_of_ones_own_is_at_most_8_lines_and_works(monkeypatch):
