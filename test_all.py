@@ -51,7 +51,7 @@ import plot
 import train
 from data import (GROUPS, PAD, Arith, Breakpoints, Group, Inverse, ListPerm, Parity, Repl, Stage, Tokenizer,
                   parse_stages)
-from kernels import EXAMPLES, LOG_MIN, TENSORS, TOLERANCE, compare, decay_scan, delta_rule, errors, example
+from kernels import LOG_MIN, compare, decay_scan, delta_rule, errors, swaps
 from models import tensors
 from train import Config
 
@@ -1082,6 +1082,34 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VERSION = [int(x) for x in kernels.triton.__version__.split(".")[:2]] if kernels.triton else [0, 0]
 triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, and not too old a one")
 GATES = (None, -1e-3, -0.3, LOG_MIN, -40)        # means of log-gates; the last one is clamped
+SPREAD = {"identical": 0, "collinear 1e-6": 1e-6, "collinear 1e-3": 1e-3}
+EXAMPLES = ("random", "unnormalised", *SPREAD, "transpositions", "zero")
+TOLERANCE = {**kernels.TOLERANCE, torch.float64: 1e-12, torch.float16: 1e-3}
+
+
+def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu"):
+    """q, k, v, beta, g, state: kernels.swaps (kind "transpositions"), or these with other keys: random ones, of
+    other lengths (unnormalised), and with beta 0 (zero); with beta 2: nearly collinear ones, or one (identical,
+    which is parity)."""
+    q, k, v, beta, g, state = swaps(B, T, H, K, V, gate, torch.float64)
+    if kind != "transpositions":
+        rng = torch.Generator().manual_seed(1)
+        k, uniform = torch.randn(k.shape, generator=rng).double(), torch.rand(B, T, H, 1, generator=rng).double()
+        if kind in SPREAD:
+            k = k[:, :1] + SPREAD[kind] * k
+        else:
+            beta = {"random": 2, "unnormalised": 2, "zero": 0}[kind] * uniform[..., 0]
+        k = F.normalize(k, dim=-1) * (5 * uniform if kind == "unnormalised" else 1)
+    wide = torch.promote_types(dtype, torch.float32)
+    inputs = [x.to(device, dtype) for x in (q, k, v, beta)]
+    return inputs + [x if x is None else x.to(device, wide) for x in (g, state)]
+
+
+def tolerance(kind, name, dtype, T):
+    """The allowed error of a tensor after T steps. The state is fp32 for inputs of any dtype. (Nearly) equal
+    keys (beta is 2) lose more, and even more in longer chunks."""
+    limit = TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
+    return max(limit, 4e-4) if kind in SPREAD and dtype != torch.float64 else limit
 
 
 def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_state=True, one_gate=False,
@@ -1094,7 +1122,7 @@ def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_stat
     if not with_state:
         inputs[5] = None
     found = compare(inputs, backend, **options)
-    beyond = {name: x for name, x in found.items() if not x <= kernels.tolerance(kind, name, dtype, T)}
+    beyond = {name: x for name, x in found.items() if not x <= tolerance(kind, name, dtype, T)}
     assert not beyond, (kind, T, gate, K, V, beyond)
 
 
@@ -1224,14 +1252,14 @@ def test_65536_reflections_keep_the_state(dtype):
 
 @pytest.mark.parametrize("kind, limit", [("transpositions", 1e-4), ("collinear 1e-3", 1e-3)])
 def test_4096_reflections_along_other_keys_keep_the_state(kind, limit):
-    """Keys in bf16, which a state that is read through bf16 does not survive: see plot.py's accuracy."""
-    assert kernels.drift(kind, {"ours": delta_rule}, marks=(4096,))["ours"][0] < limit
+    """Keys in bf16. A state that is read through bf16 is 3 % off here."""
+    assert kernels.drift(example(kind, 1, 4096, 16, dtype=torch.bfloat16)[:4], "torch") < limit
 
 
 @slow
-@pytest.mark.parametrize("kind", kernels.DRIFT_KINDS)
+@pytest.mark.parametrize("kind", ["identical", "transpositions", "collinear 1e-3"])
 def test_65536_reflections_along_other_keys_keep_the_state(kind):
-    assert kernels.drift(kind, {"ours": delta_rule})["ours"][0] < 5e-3
+    assert kernels.drift(example(kind, 1, 65536, 16, dtype=torch.bfloat16)[:4], "torch") < 5e-3
 
 
 def test_without_the_projector_form_bf16_keys_would_explode_or_die():
@@ -1270,13 +1298,19 @@ def test_autocast_changes_nothing_forward_or_backward():
 @pytest.mark.parametrize("gate", [None, -0.3])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_kernels_equal_the_loop_forward_and_backward(kind, gate):
-    right("triton", kind, 20, gate, 20, 24)
+    right("triton", kind, 17, gate, 5, 7)                                 # a chunk of 16, and one step
 
 
 @triton_is_here
-@pytest.mark.parametrize("gate", [None, LOG_MIN, -40])
+@pytest.mark.parametrize("gate", [None, -0.3])
+def test_kernels_equal_the_loop_where_keys_and_values_are_wider_than_a_tile(gate):
+    right("triton", "random", 20, gate, 20, 24)
+
+
+@triton_is_here
+@pytest.mark.parametrize("gate", [None, -40])
 def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
-    right("triton", "transpositions", 20, gate, 16, 16, torch.bfloat16)
+    right("triton", "transpositions", 17, gate, 16, 16, torch.bfloat16)
     right("triton", "unnormalised", 17, gate, 16, 16, one_gate=gate is not None)
 
 
@@ -1302,7 +1336,7 @@ def test_kernels_equal_the_loop_after_1000_steps(kind, gate):
 @triton_is_here
 def test_kernels_carry_a_state_in_pieces_and_token_by_token():
     """Without gradients, and from tensors that are not contiguous: every second step of a longer sequence."""
-    longer = example("random", 1, 46, 2, 16, 24, -0.3, torch.float32, DEVICE)
+    longer = example("random", 1, 14, 2, 16, 24, -0.3, torch.float32, DEVICE)
     inputs = [x[:, ::2] for x in longer[:5]]
     truth, _ = delta_rule(*(x.double() for x in inputs), backend="loop")
     for length in (1, 5):
@@ -1337,14 +1371,9 @@ def test_kernels_get_what_they_need_on_its_device_and_save_only_for_a_backward(m
     assert len(seen) == 3 and all(x.data_ptr() == inputs[1].data_ptr() for x in seen)
 
 
-@triton_is_here
-def test_the_rows_that_main_prints_are_printed(capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "EXAMPLES", ["random", "transpositions"])
-    kernels.check(DEVICE, "triton", torch.bfloat16, 16, 24, lengths=(2,))
-    kernels.clock(DEVICE, torch.float32, (1, 20, 1, 16), ("loop", "torch"))
-    row, times = capsys.readouterr().out.splitlines()
-    assert row.startswith("triton torch.bfloat16 16, 24") and len(row.split()) == 4 + len(TENSORS)
-    assert len(times.split()) == 8
+def test_the_clock_prints_two_times_of_each_backend(capsys):
+    kernels.clock((1, 20, 1, 16), torch.float32, DEVICE, ("loop", "torch"))
+    assert re.fullmatch(r" *\(1, 20, 1, 16\)( +[\d.]+){4}\n", capsys.readouterr().out)
 
 
 # Which backend: what the kernels cannot do, and what auto does where they raise or are wrong
@@ -1369,25 +1398,18 @@ def pretend_gpu(monkeypatch):
 
 
 @triton_is_here
-def test_auto_takes_kernels_that_it_has_tried_out_wherever_it_is_called(pretend_gpu):
-    for context in (torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16)):
-        with context:                                                     # torch.device: set_default_device
-            found = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
-        assert found == ("triton", "kernels for this GPU")
-
-
-@triton_is_here
-def test_the_trial_is_of_swaps_with_and_without_gates_and_gradients(pretend_gpu):
+def test_auto_tries_swaps_with_and_without_gates_and_gradients_wherever_it_is_called(pretend_gpu):
     tried = set()
     apply = kernels.DeltaRuleTriton.apply
 
     def watched(q, k, v, beta, g, S):
         assert (k != 0).sum(-1).max() == 2 and beta.min() == 2 and S.abs().min() > 0
-        tried.add((k.shape[1], g is not None, k.requires_grad and torch.is_grad_enabled()))
+        tried.add((k.shape[1], g is not None, k.requires_grad))
         return apply(q, k, v, beta, g, S)
     pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", watched)
-    with torch.no_grad():
-        assert kernels.resolve_backend("auto", "cuda") == ("triton", "kernels for this GPU")
+    with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        found = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
+    assert found == ("triton", "kernels for this GPU")
     assert tried == set(itertools.product((1, 40), (False, True), (False, True)))
 
 
@@ -1424,7 +1446,7 @@ def test_auto_leaves_kernels_with_a_wrong_gradient(pretend_gpu):
     apply = kernels.DeltaRuleTriton.apply
     pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda q, k, *rest: apply(q, Doubled.apply(k), *rest))
     with pytest.warns(match="on this GPU, dk is off by"):
-        assert kernels.resolve_backend("auto", "cuda")[0] == "torch"
+        assert kernels.resolve_backend("auto", "cuda", K=16, V=16)[0] == "torch"
 
 
 @triton_is_here
