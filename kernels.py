@@ -703,10 +703,10 @@ def clock(shape, dtype, device, backends):
 def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend, why = resolve_backend(device=device)
-    print(f"device {device}; backend {backend}: {why}\n\nerrors against the loop in float64, 1,000 swaps")
+    print(f"device {device}; backend {backend}: {why}\n\nerrors against the loop in float64, 200 swaps")
     print(" " * 24, *(f"{name:>8s}" for name in TENSORS))
     for dtype, gate in itertools.product((torch.float32, torch.bfloat16), (None, -0.3)):
-        found = compare(swaps(1, 1000, 2, 32, 32, gate, dtype, device), backend)
+        found = compare(swaps(1, 200, 2, 32, 32, gate, dtype, device), backend)
         row = [f"{found[name]:8.0e}" if name in found else " " * 8 for name in TENSORS]
         print(f"{str(dtype)[6:] + ', gates ' + str(gate):24s}", *row)
 

@@ -1080,7 +1080,7 @@ def test_functions_are_of_the_kinds_of_code_asked_for(code, never, sometimes):
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VERSION = [int(x) for x in kernels.triton.__version__.split(".")[:2]] if kernels.triton else [0, 0]
-triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, and not too old a one")
+triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, not too old")
 GATES = (None, -1e-3, -0.3, LOG_MIN, -40)        # means of log-gates; the last one is clamped
 SPREAD = {"identical": 0, "collinear 1e-6": 1e-6, "collinear 1e-3": 1e-3}
 EXAMPLES = ("random", "unnormalised", *SPREAD, "transpositions", "zero")
@@ -1088,28 +1088,31 @@ TOLERANCE = {**kernels.TOLERANCE, torch.float64: 1e-12, torch.float16: 1e-3}
 
 
 def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu"):
-    """q, k, v, beta, g, state: kernels.swaps (kind "transpositions"), or these with other keys: random ones, of
-    other lengths (unnormalised), and with beta 0 (zero); with beta 2: nearly collinear ones, or one (identical,
-    which is parity)."""
+    """Inputs as of kernels.swaps (kind "transpositions"), or with other keys: with beta 2, nearly collinear or
+    identical ones (parity); with other betas, random ones, of length 1 or not; with beta 0, zero."""
     q, k, v, beta, g, state = swaps(B, T, H, K, V, gate, torch.float64)
+    rng = torch.Generator().manual_seed(1)
+    keys, uniform = torch.randn(k.shape, generator=rng), torch.rand(B, T, H, 1, generator=rng)
+    if kind in SPREAD:
+        keys = keys[:, :1] + SPREAD[kind] * keys
+    elif kind != "transpositions":
+        beta = (0 if kind == "zero" else 2) * uniform[..., 0]
     if kind != "transpositions":
-        rng = torch.Generator().manual_seed(1)
-        k, uniform = torch.randn(k.shape, generator=rng).double(), torch.rand(B, T, H, 1, generator=rng).double()
-        if kind in SPREAD:
-            k = k[:, :1] + SPREAD[kind] * k
-        else:
-            beta = {"random": 2, "unnormalised": 2, "zero": 0}[kind] * uniform[..., 0]
-        k = F.normalize(k, dim=-1) * (5 * uniform if kind == "unnormalised" else 1)
+        k = F.normalize(keys, dim=-1) * (5 * uniform if kind == "unnormalised" else 1)
     wide = torch.promote_types(dtype, torch.float32)
     inputs = [x.to(device, dtype) for x in (q, k, v, beta)]
     return inputs + [x if x is None else x.to(device, wide) for x in (g, state)]
 
 
-def tolerance(kind, name, dtype, T):
+def tolerance(kind, name, dtype, T, gate):
     """The allowed error of a tensor after T steps. The state is fp32 for inputs of any dtype. (Nearly) equal
-    keys (beta is 2) lose more, and even more in longer chunks."""
+    keys (beta is 2) lose more, and even more in longer chunks; so does dg where gates forget nearly all."""
     limit = TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
-    return max(limit, 4e-4) if kind in SPREAD and dtype != torch.float64 else limit
+    if dtype != torch.float64 and kind in SPREAD:
+        limit = max(limit, 4e-4)
+    if dtype != torch.float64 and name == "dg" and gate <= LOG_MIN:
+        limit = max(limit, 5e-4)
+    return limit
 
 
 def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_state=True, one_gate=False,
@@ -1122,7 +1125,7 @@ def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_stat
     if not with_state:
         inputs[5] = None
     found = compare(inputs, backend, **options)
-    beyond = {name: x for name, x in found.items() if not x <= tolerance(kind, name, dtype, T)}
+    beyond = {name: x for name, x in found.items() if not x <= tolerance(kind, name, dtype, T, gate)}
     assert not beyond, (kind, T, gate, K, V, beyond)
 
 
@@ -1256,12 +1259,6 @@ def test_4096_reflections_along_other_keys_keep_the_state(kind, limit):
     assert kernels.drift(example(kind, 1, 4096, 16, dtype=torch.bfloat16)[:4], "torch") < limit
 
 
-@slow
-@pytest.mark.parametrize("kind", ["identical", "transpositions", "collinear 1e-3"])
-def test_65536_reflections_along_other_keys_keep_the_state(kind):
-    assert kernels.drift(example(kind, 1, 65536, 16, dtype=torch.bfloat16)[:4], "torch") < 5e-3
-
-
 def test_without_the_projector_form_bf16_keys_would_explode_or_die():
     """Why b = beta / |k|^2: for a "unit" key in bf16, 1 - 2 |k|^2 is not quite -1, and 4096 steps show it."""
     k = F.normalize(torch.randn(200, 16), dim=-1).bfloat16().double()
@@ -1319,7 +1316,7 @@ def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("K, V", [(2, 3), (16, 16), (24, 32), (64, 40), (128, 20)])
 def test_kernels_equal_the_loop_for_every_width_and_length(K, V, dtype):
-    gates = GATES if dtype == torch.float32 else GATES[:-1]               # where all is forgotten, dg is noise
+    gates = GATES if dtype == torch.float32 else GATES[:-1]              # where all is forgotten, dg is noise
     lengths = itertools.cycle((1, 100, 16, 17, 2, 33, 20))                # 7 of them, beside 4 or 5 gates
     for (kind, gate), T in zip(itertools.product(EXAMPLES, gates), lengths):
         right("triton", kind, T, gate, K, V, dtype, with_state=T != 16)
@@ -1348,27 +1345,17 @@ def test_kernels_carry_a_state_in_pieces_and_token_by_token():
 
 
 @triton_is_here
-def test_kernels_get_what_they_need_on_its_device_and_save_only_for_a_backward(monkeypatch):
-    given, seen = [], []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: given.append(args)
+def test_kernels_run_on_the_gpu_of_their_tensors(monkeypatch):
+    seen = []
 
     def device_of(x):
-        seen.append(x)
+        seen.append(x.data_ptr())
         return contextlib.nullcontext()
-    for name in ("forward_kernel", "backward_state_kernel", "backward_inputs_kernel"):
-        monkeypatch.setattr(kernels, name, Kernel())
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    inputs = [x.to(DEVICE) for x in example("random", dtype=torch.bfloat16)[:4]]
-    delta_rule(*inputs, backend="triton")
-    o, _ = delta_rule(inputs[0].requires_grad_(), *inputs[1:], backend="triton")
+    q, k, v, beta = example("random", 1, 2, 1, 3, 3, dtype=torch.float32, device=DEVICE)[:4]
+    o, _ = delta_rule(q.requires_grad_(), k, v, beta, backend="triton")
     o.sum().backward()
-    saved = [args[8:12] for args in given[:2]]                            # m, starts, x, d
-    assert saved[0] == (None,) * 4 and None not in saved[1]
-    assert len(given) == 4 and all(x.dtype == torch.bfloat16 for args in given for x in args[:2])
-    assert len(seen) == 3 and all(x.data_ptr() == inputs[1].data_ptr() for x in seen)
+    assert seen == [k.data_ptr()] * 2                                     # forward and backward
 
 
 def test_the_clock_prints_two_times_of_each_backend(capsys):
@@ -1377,15 +1364,6 @@ def test_the_clock_prints_two_times_of_each_backend(capsys):
 
 
 # Which backend: what the kernels cannot do, and what auto does where they raise or are wrong
-
-@triton_is_here
-def test_what_the_kernels_cannot_do_is_said():
-    q, k, v, beta, _, _ = example("random", T=3, K=16, V=200, dtype=torch.float32)
-    with pytest.raises(ValueError, match="200 wide.*take 128; use 'torch'"):
-        delta_rule(q, k, v, beta, backend="triton")
-    with pytest.raises(ValueError, match="fp32"):
-        delta_rule(q.double(), k, v[..., :16].double(), beta, backend="triton")
-
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
@@ -1426,27 +1404,24 @@ def test_auto_leaves_kernels_that_raise_and_says_why(pretend_gpu, error):
     assert kernels.resolve_backend("triton", "cuda") == ("triton", "as asked")   # not tried: it raises later
 
 
+class Scaled(torch.autograd.Function):
+    """Right forward, 10 % too large backward."""
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, dx: 1.1 * dx)
+
+
 @triton_is_here
-@pytest.mark.parametrize("broken, name", [(lambda o, S: (2 * o, S), "o"),
-                                          (lambda o, S: (o, S + S.bfloat16() - S), "state")])
-def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, broken, name):
-    """Even if only the state is, and only by a rounding to bf16."""
+@pytest.mark.parametrize("name, before, after", [
+    ("o", lambda k: k, lambda o, S: (2 * o, S)), ("dk", Scaled.apply, lambda o, S: (o, S)),
+    ("state", lambda k: k, lambda o, S: (o, S + S.bfloat16() - S))])
+def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, name, before, after):
+    """Even if only the state is, and only by a rounding to bf16, or only one gradient."""
     apply = kernels.DeltaRuleTriton.apply
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda *args: broken(*apply(*args)))
+    broken = lambda q, k, *rest: after(*apply(q, before(k), *rest))
+    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", broken)
     with pytest.warns(match=f"on this GPU, {name} is off by"):
         backend, why = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
     assert backend == "torch" and why.startswith(f"not triton: on this GPU, {name} is off by")
-
-
-@triton_is_here
-def test_auto_leaves_kernels_with_a_wrong_gradient(pretend_gpu):
-    class Doubled(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: x.clone())
-        backward = staticmethod(lambda ctx, dx: 1.1 * dx)
-    apply = kernels.DeltaRuleTriton.apply
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda q, k, *rest: apply(q, Doubled.apply(k), *rest))
-    with pytest.warns(match="on this GPU, dk is off by"):
-        assert kernels.resolve_backend("auto", "cuda", K=16, V=16)[0] == "torch"
 
 
 @triton_is_here
@@ -1460,6 +1435,7 @@ def test_auto_says_what_is_missing(monkeypatch):
         with pytest.raises(ValueError, match=why):
             kernels.resolve_backend("triton", "cuda", **shape)
     torch_because("heads are 256 wide, the kernels take 128", V=256)
+    torch_because("the kernels compute in fp32", dtype=torch.float64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch_because("this machine, or this torch, has no CUDA GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -1605,7 +1581,7 @@ def test_the_papers_numbers_come_out_exactly():
     mass = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 4])[0, ::2].sum(1)
     assert mass.tolist() == [1, 0.5, 0.25, 0.125, 0.0625]
     H = pfsa.marginal_filter(3, [FIGURE_10 * 3])[0, ::2]
-    assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125]
+    assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125] and H[:, 1, 1].tolist() == [1] * 4
     nine_in_ten = pfsa.PFSA([[[0.9, 0.9], [0.1, 0.1]]] * 2, np.eye(2), [0.9, 0.1])
     assert f"{pfsa.linear_filter(nine_in_ten, [[0] * 100])[0, -1].sum():.3g}" == "2.66e-05"
 
@@ -1756,7 +1732,7 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
     (lambda: pfsa.MaybeSwaps(3, states="transformer"), "--states transformer: the state is hidden"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "write LxS, or Lx2:forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
+    (lambda: pfsa.MaybeSwaps(3).draw(random, Stage(8, 2, "forced"), "train"), "for evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
         make()
