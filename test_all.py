@@ -1088,8 +1088,8 @@ TOLERANCE = {**kernels.TOLERANCE, torch.float64: 1e-12, torch.float16: 1e-3}
 
 
 def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu"):
-    """Inputs as of kernels.swaps (kind "transpositions"), or with other keys: with beta 2, nearly collinear or
-    identical ones (parity); with other betas, random ones, of length 1 or not; with beta 0, zero."""
+    """Inputs as of kernels.swaps (kind "transpositions"), or with other keys: nearly collinear or identical
+    ones (parity), with beta 2; random ones, with other betas (random, unnormalised), or beta 0 (zero)."""
     q, k, v, beta, g, state = swaps(B, T, H, K, V, gate, torch.float64)
     rng = torch.Generator().manual_seed(1)
     keys, uniform = torch.randn(k.shape, generator=rng), torch.rand(B, T, H, 1, generator=rng)
@@ -1732,7 +1732,7 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
     (lambda: pfsa.MaybeSwaps(3, states="transformer"), "--states transformer: the state is hidden"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "write LxS, or Lx2:forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).draw(random, Stage(8, 2, "forced"), "train"), "for evaluation; train on 8x2")])
+    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
         make()
