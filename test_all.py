@@ -1382,6 +1382,7 @@ def test_auto_tries_swaps_with_and_without_gates_and_gradients_wherever_it_is_ca
 
     def watched(q, k, v, beta, g, S):
         assert (k != 0).sum(-1).max() == 2 and beta.min() == 2 and S.abs().min() > 0
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16            # not widened on the way
         tried.add((k.shape[1], g is not None, k.requires_grad))
         return apply(q, k, v, beta, g, S)
     pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", watched)
@@ -1514,7 +1515,7 @@ def in_floats(automaton):
 
 
 def sample(automaton, rng, queries):
-    """Walk: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
+    """A walk of the automaton: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
     allowed = np.array([query[automaton.Z[query].argmax(0)] for query in automaton.queries])   # (queries, m)
     B, L = np.shape(queries)
     symbols, states = np.empty((B, L), int), np.empty((B, L + 1), int)
