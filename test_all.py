@@ -51,7 +51,7 @@ import plot
 import train
 from data import (GROUPS, PAD, Arith, Breakpoints, Group, Inverse, ListPerm, Parity, Repl, Stage, Tokenizer,
                   parse_stages)
-from kernels import EXAMPLES, LOG_MIN, TENSORS, TOLERANCE, compare, decay_scan, delta_rule, errors, example
+from kernels import LOG_MIN, compare, decay_scan, delta_rule, errors, swaps
 from models import tensors
 from train import Config
 
@@ -1080,8 +1080,39 @@ def test_functions_are_of_the_kinds_of_code_asked_for(code, never, sometimes):
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VERSION = [int(x) for x in kernels.triton.__version__.split(".")[:2]] if kernels.triton else [0, 0]
-triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, and not too old a one")
+triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, not too old")
 GATES = (None, -1e-3, -0.3, LOG_MIN, -40)        # means of log-gates; the last one is clamped
+SPREAD = {"identical": 0, "collinear 1e-6": 1e-6, "collinear 1e-3": 1e-3}
+EXAMPLES = ("random", "unnormalised", *SPREAD, "transpositions", "zero")
+TOLERANCE = {**kernels.TOLERANCE, torch.float64: 1e-12, torch.float16: 1e-3}
+
+
+def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu"):
+    """Inputs as of kernels.swaps (kind "transpositions"), or with other keys: nearly collinear or identical
+    ones (parity), with beta 2; random ones, with other betas (random, unnormalised), or beta 0 (zero)."""
+    q, k, v, beta, g, state = swaps(B, T, H, K, V, gate, torch.float64)
+    rng = torch.Generator().manual_seed(1)
+    keys, uniform = torch.randn(k.shape, generator=rng), torch.rand(B, T, H, 1, generator=rng)
+    if kind in SPREAD:
+        keys = keys[:, :1] + SPREAD[kind] * keys
+    elif kind != "transpositions":
+        beta = (0 if kind == "zero" else 2) * uniform[..., 0]
+    if kind != "transpositions":
+        k = F.normalize(keys, dim=-1) * (5 * uniform if kind == "unnormalised" else 1)
+    wide = torch.promote_types(dtype, torch.float32)
+    inputs = [x.to(device, dtype) for x in (q, k, v, beta)]
+    return inputs + [x if x is None else x.to(device, wide) for x in (g, state)]
+
+
+def tolerance(kind, name, dtype, T, gate):
+    """The allowed error of a tensor after T steps. The state is fp32 for inputs of any dtype. (Nearly) equal
+    keys (beta is 2) lose more, and even more in longer chunks; so does dg where gates forget nearly all."""
+    limit = TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
+    if dtype != torch.float64 and kind in SPREAD:
+        limit = max(limit, 4e-4)
+    if dtype != torch.float64 and name == "dg" and gate <= LOG_MIN:
+        limit = max(limit, 5e-4)
+    return limit
 
 
 def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_state=True, one_gate=False,
@@ -1094,7 +1125,7 @@ def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_stat
     if not with_state:
         inputs[5] = None
     found = compare(inputs, backend, **options)
-    beyond = {name: x for name, x in found.items() if not x <= kernels.tolerance(kind, name, dtype, T)}
+    beyond = {name: x for name, x in found.items() if not x <= tolerance(kind, name, dtype, T, gate)}
     assert not beyond, (kind, T, gate, K, V, beyond)
 
 
@@ -1224,14 +1255,8 @@ def test_65536_reflections_keep_the_state(dtype):
 
 @pytest.mark.parametrize("kind, limit", [("transpositions", 1e-4), ("collinear 1e-3", 1e-3)])
 def test_4096_reflections_along_other_keys_keep_the_state(kind, limit):
-    """Keys in bf16, which a state that is read through bf16 does not survive: see plot.py's accuracy."""
-    assert kernels.drift(kind, {"ours": delta_rule}, marks=(4096,))["ours"][0] < limit
-
-
-@slow
-@pytest.mark.parametrize("kind", kernels.DRIFT_KINDS)
-def test_65536_reflections_along_other_keys_keep_the_state(kind):
-    assert kernels.drift(kind, {"ours": delta_rule})["ours"][0] < 5e-3
+    """Keys in bf16. A state that is read through bf16 is 3 % off here."""
+    assert kernels.drift(example(kind, 1, 4096, 16, dtype=torch.bfloat16)[:4], "torch") < limit
 
 
 def test_without_the_projector_form_bf16_keys_would_explode_or_die():
@@ -1270,13 +1295,19 @@ def test_autocast_changes_nothing_forward_or_backward():
 @pytest.mark.parametrize("gate", [None, -0.3])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_kernels_equal_the_loop_forward_and_backward(kind, gate):
-    right("triton", kind, 20, gate, 20, 24)
+    right("triton", kind, 17, gate, 5, 7)                                 # a chunk of 16, and one step
 
 
 @triton_is_here
-@pytest.mark.parametrize("gate", [None, LOG_MIN, -40])
+@pytest.mark.parametrize("gate", [None, -0.3])
+def test_kernels_equal_the_loop_where_keys_and_values_are_wider_than_a_tile(gate):
+    right("triton", "random", 20, gate, 20, 24)
+
+
+@triton_is_here
+@pytest.mark.parametrize("gate", [None, -40])
 def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
-    right("triton", "transpositions", 20, gate, 16, 16, torch.bfloat16)
+    right("triton", "transpositions", 17, gate, 16, 16, torch.bfloat16)
     right("triton", "unnormalised", 17, gate, 16, 16, one_gate=gate is not None)
 
 
@@ -1285,7 +1316,7 @@ def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("K, V", [(2, 3), (16, 16), (24, 32), (64, 40), (128, 20)])
 def test_kernels_equal_the_loop_for_every_width_and_length(K, V, dtype):
-    gates = GATES if dtype == torch.float32 else GATES[:-1]               # where all is forgotten, dg is noise
+    gates = GATES if dtype == torch.float32 else GATES[:-1]              # where all is forgotten, dg is noise
     lengths = itertools.cycle((1, 100, 16, 17, 2, 33, 20))                # 7 of them, beside 4 or 5 gates
     for (kind, gate), T in zip(itertools.product(EXAMPLES, gates), lengths):
         right("triton", kind, T, gate, K, V, dtype, with_state=T != 16)
@@ -1302,7 +1333,7 @@ def test_kernels_equal_the_loop_after_1000_steps(kind, gate):
 @triton_is_here
 def test_kernels_carry_a_state_in_pieces_and_token_by_token():
     """Without gradients, and from tensors that are not contiguous: every second step of a longer sequence."""
-    longer = example("random", 1, 46, 2, 16, 24, -0.3, torch.float32, DEVICE)
+    longer = example("random", 1, 14, 2, 16, 24, -0.3, torch.float32, DEVICE)
     inputs = [x[:, ::2] for x in longer[:5]]
     truth, _ = delta_rule(*(x.double() for x in inputs), backend="loop")
     for length in (1, 5):
@@ -1314,49 +1345,25 @@ def test_kernels_carry_a_state_in_pieces_and_token_by_token():
 
 
 @triton_is_here
-def test_kernels_get_what_they_need_on_its_device_and_save_only_for_a_backward(monkeypatch):
-    given, seen = [], []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: given.append(args)
+def test_kernels_run_on_the_gpu_of_their_tensors(monkeypatch):
+    seen = []
 
     def device_of(x):
-        seen.append(x)
+        seen.append(x.data_ptr())
         return contextlib.nullcontext()
-    for name in ("forward_kernel", "backward_state_kernel", "backward_inputs_kernel"):
-        monkeypatch.setattr(kernels, name, Kernel())
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    inputs = [x.to(DEVICE) for x in example("random", dtype=torch.bfloat16)[:4]]
-    delta_rule(*inputs, backend="triton")
-    o, _ = delta_rule(inputs[0].requires_grad_(), *inputs[1:], backend="triton")
+    q, k, v, beta = example("random", 1, 2, 1, 3, 3, dtype=torch.float32, device=DEVICE)[:4]
+    o, _ = delta_rule(q.requires_grad_(), k, v, beta, backend="triton")
     o.sum().backward()
-    saved = [args[8:12] for args in given[:2]]                            # m, starts, x, d
-    assert saved[0] == (None,) * 4 and None not in saved[1]
-    assert len(given) == 4 and all(x.dtype == torch.bfloat16 for args in given for x in args[:2])
-    assert len(seen) == 3 and all(x.data_ptr() == inputs[1].data_ptr() for x in seen)
+    assert seen == [k.data_ptr()] * 2                                     # forward and backward
 
 
-@triton_is_here
-def test_the_rows_that_main_prints_are_printed(capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "EXAMPLES", ["random", "transpositions"])
-    kernels.check(DEVICE, "triton", torch.bfloat16, 16, 24, lengths=(2,))
-    kernels.clock(DEVICE, torch.float32, (1, 20, 1, 16), ("loop", "torch"))
-    row, times = capsys.readouterr().out.splitlines()
-    assert row.startswith("triton torch.bfloat16 16, 24") and len(row.split()) == 4 + len(TENSORS)
-    assert len(times.split()) == 8
+def test_the_clock_prints_two_times_of_each_backend(capsys):
+    kernels.clock((1, 20, 1, 16), torch.float32, DEVICE, ("loop", "torch"))
+    assert re.fullmatch(r" *\(1, 20, 1, 16\)( +[\d.]+){4}\n", capsys.readouterr().out)
 
 
 # Which backend: what the kernels cannot do, and what auto does where they raise or are wrong
-
-@triton_is_here
-def test_what_the_kernels_cannot_do_is_said():
-    q, k, v, beta, _, _ = example("random", T=3, K=16, V=200, dtype=torch.float32)
-    with pytest.raises(ValueError, match="200 wide.*take 128; use 'torch'"):
-        delta_rule(q, k, v, beta, backend="triton")
-    with pytest.raises(ValueError, match="fp32"):
-        delta_rule(q.double(), k, v[..., :16].double(), beta, backend="triton")
-
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
@@ -1369,25 +1376,19 @@ def pretend_gpu(monkeypatch):
 
 
 @triton_is_here
-def test_auto_takes_kernels_that_it_has_tried_out_wherever_it_is_called(pretend_gpu):
-    for context in (torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16)):
-        with context:                                                     # torch.device: set_default_device
-            found = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
-        assert found == ("triton", "kernels for this GPU")
-
-
-@triton_is_here
-def test_the_trial_is_of_swaps_with_and_without_gates_and_gradients(pretend_gpu):
+def test_auto_tries_swaps_with_and_without_gates_and_gradients_wherever_it_is_called(pretend_gpu):
     tried = set()
     apply = kernels.DeltaRuleTriton.apply
 
     def watched(q, k, v, beta, g, S):
         assert (k != 0).sum(-1).max() == 2 and beta.min() == 2 and S.abs().min() > 0
-        tried.add((k.shape[1], g is not None, k.requires_grad and torch.is_grad_enabled()))
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16            # not widened on the way
+        tried.add((k.shape[1], g is not None, k.requires_grad))
         return apply(q, k, v, beta, g, S)
     pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", watched)
-    with torch.no_grad():
-        assert kernels.resolve_backend("auto", "cuda") == ("triton", "kernels for this GPU")
+    with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        found = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
+    assert found == ("triton", "kernels for this GPU")
     assert tried == set(itertools.product((1, 40), (False, True), (False, True)))
 
 
@@ -1404,27 +1405,24 @@ def test_auto_leaves_kernels_that_raise_and_says_why(pretend_gpu, error):
     assert kernels.resolve_backend("triton", "cuda") == ("triton", "as asked")   # not tried: it raises later
 
 
+class Scaled(torch.autograd.Function):
+    """Right forward, 10 % too large backward."""
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, dx: 1.1 * dx)
+
+
 @triton_is_here
-@pytest.mark.parametrize("broken, name", [(lambda o, S: (2 * o, S), "o"),
-                                          (lambda o, S: (o, S + S.bfloat16() - S), "state")])
-def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, broken, name):
-    """Even if only the state is, and only by a rounding to bf16."""
+@pytest.mark.parametrize("name, before, after", [
+    ("o", lambda k: k, lambda o, S: (2 * o, S)), ("dk", Scaled.apply, lambda o, S: (o, S)),
+    ("state", lambda k: k, lambda o, S: (o, S + S.bfloat16() - S))])
+def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, name, before, after):
+    """Even if only the state is, and only by a rounding to bf16, or only one gradient."""
     apply = kernels.DeltaRuleTriton.apply
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda *args: broken(*apply(*args)))
+    broken = lambda q, k, *rest: after(*apply(q, before(k), *rest))
+    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", broken)
     with pytest.warns(match=f"on this GPU, {name} is off by"):
         backend, why = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
     assert backend == "torch" and why.startswith(f"not triton: on this GPU, {name} is off by")
-
-
-@triton_is_here
-def test_auto_leaves_kernels_with_a_wrong_gradient(pretend_gpu):
-    class Doubled(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: x.clone())
-        backward = staticmethod(lambda ctx, dx: 1.1 * dx)
-    apply = kernels.DeltaRuleTriton.apply
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda q, k, *rest: apply(q, Doubled.apply(k), *rest))
-    with pytest.warns(match="on this GPU, dk is off by"):
-        assert kernels.resolve_backend("auto", "cuda")[0] == "torch"
 
 
 @triton_is_here
@@ -1438,6 +1436,7 @@ def test_auto_says_what_is_missing(monkeypatch):
         with pytest.raises(ValueError, match=why):
             kernels.resolve_backend("triton", "cuda", **shape)
     torch_because("heads are 256 wide, the kernels take 128", V=256)
+    torch_because("the kernels compute in fp32", dtype=torch.float64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch_because("this machine, or this torch, has no CUDA GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -1516,7 +1515,7 @@ def in_floats(automaton):
 
 
 def sample(automaton, rng, queries):
-    """Walk: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
+    """A walk of the automaton: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
     allowed = np.array([query[automaton.Z[query].argmax(0)] for query in automaton.queries])   # (queries, m)
     B, L = np.shape(queries)
     symbols, states = np.empty((B, L), int), np.empty((B, L + 1), int)
@@ -1583,7 +1582,7 @@ def test_the_papers_numbers_come_out_exactly():
     mass = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 4])[0, ::2].sum(1)
     assert mass.tolist() == [1, 0.5, 0.25, 0.125, 0.0625]
     H = pfsa.marginal_filter(3, [FIGURE_10 * 3])[0, ::2]
-    assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125]
+    assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125] and H[:, 1, 1].tolist() == [1] * 4
     nine_in_ten = pfsa.PFSA([[[0.9, 0.9], [0.1, 0.1]]] * 2, np.eye(2), [0.9, 0.1])
     assert f"{pfsa.linear_filter(nine_in_ten, [[0] * 100])[0, -1].sum():.3g}" == "2.66e-05"
 
@@ -1734,7 +1733,7 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
     (lambda: pfsa.MaybeSwaps(3, states="transformer"), "--states transformer: the state is hidden"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "write LxS, or Lx2:forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
+    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
         make()
