@@ -209,16 +209,14 @@ class Task:
     stage_samples = 0             # not 0: a stage ends after this many traces
     settings = ()
     n_slots = n_classes = 0
+    default_states = ""           # if not linear with slots, else transformer
 
     def __init__(self, states="auto", tokenizer=None):
-        self.states = self.default_states if states == "auto" else states
+        default = self.default_states or ("linear" if self.n_slots else "transformer")
+        self.states = default if states == "auto" else states
         self.tokenizer = tokenizer or Tokenizer()
         if self.states == "linear" and not self.n_slots:
             raise ValueError("--states linear: this task's states are text; give transformer or contrastive")
-
-    @property
-    def default_states(self):
-        return "linear" if self.n_slots else "transformer"
 
     def program(self, rng, stage, memory):
         """Yield source lines. rng: a random.Random; memory: what it holds now. You write this method."""
@@ -827,7 +825,8 @@ def unroll(call):
     code = getattr(scope[name], "__code__", None)
     if not code or code.co_firstlineno != function.lineno:
         raise Rejected("a decorator")
-    around = [tracer.text(x) for x in body if x is not function and name not in names_in(x)]
+    around = [tracer.text(x) for x in body
+              if x is not function and name not in {getattr(y, "id", "") for y in ast.walk(x)}]
     scope[name].__code__ = tracer.code(function, call["input"])
     called = f"{name}({call['input']})"
     value = eval(called, scope)
@@ -844,10 +843,6 @@ def unroll(call):
     steps = len(tracer.lines) - (1 if tracer.parameters else 0)           # the arguments' line is no step
     return {"id": call["id"], "source": source, "call": called, "output": output,
             "trace": "\n".join([*around, *tracer.lines, last]), "states": tracer.states, "steps": steps}
-
-
-def names_in(node):
-    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def replay(around, lines, states, last, shared, end):
@@ -873,8 +868,8 @@ def split_trace(row):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Code from files runs in a process of its own, with limits, in a temporary folder (files that it writes
-# elsewhere stay). This helps against accidents. It is no protection against attacks.
+# Code from files runs in a process of its own, with limits, in a temporary folder (on Linux only; files that
+# it writes elsewhere stay). This helps against accidents. It is no protection against attacks.
 
 def confine(folder, pipe, seconds):
     """Limit this process; its only open file is the pipe, as number 3. Raises an Exception if it cannot."""
@@ -1071,8 +1066,8 @@ def evaluate(program, expression):
 def output_for(row, kind, answer):
     """What a program returns for an input, as a literal; None or {"reason"} if nothing that has one.
 
-    Raises ValueError, or what `ast` does, for an input that is no expression, or that could fake an output: it
-    sets a name, or names a built-in function that may make an object with an == of its own."""
+    Raises ValueError, or what `ast` does, for an input that is no expression, or that could fake an output, by
+    setting a name or by an object with an == of its own."""
     call, asked = (ast.parse(text, mode="eval").body for text in (f"f({answer}\n)", row["call"]))
     for node in ast.walk(call):
         word = getattr(node, "attr", getattr(node, "id", ""))

@@ -874,8 +874,8 @@ def broken(call):
     ("trace", "resource.setrlimit", no_limits, "not allowed to set a limit"),
     ("trace", "os.fork", no_fork, "no more processes"), ("trace", "data.unroll", broken, "NameError"),
     ("score", "resource.setrlimit", no_limits, "not allowed to set a limit")])
-def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(task, where, what, said, tmp_path, monkeypatch,
-                                                                   capsys):
+def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(task, where, what, said, tmp_path,
+                                                                   monkeypatch, capsys):
     if task == "trace":
         path, words = write(tmp_path / "calls.jsonl", [HONEST]), ["--out", str(tmp_path / "out.jsonl")]
     else:
@@ -1004,11 +1004,12 @@ VERDICTS = {                                          # for g([1, 2]), which pop
     "output/program": (
         ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[True]", "== [1]", "[1.0]",
          "g( [1, 2] )==[1]", "```python\nassert g([1, 2]) == [1]\n```", "It is `[1]`.", "Answer: [1]",
-         "**Answer:** [1]", "[ANSWER]\n[1]\n[/ANSWER]", "It pops:\n\n[1]\nimport os", "[1]\n\nBecause it pops.",
-         "First `[9]`, then `[1]`", "```\n[9]\n```\nNo:\n```\n[1]\n```"],
+         "**Answer:** [1]", "[ANSWER]\n[1]\n[/ANSWER]", "It pops:\n\n[1]\nimport os",
+         "[1]\n\nBecause it pops.", "First `[9]`, then `[1]`", "```\n[9]\n```\nNo:\n```\n[1]\n```"],
         ["[2]", "[1], 'no'", "assert g([1,2]) == [1], 'no'", "`[2]`", "[9]\n[1]"],
         ["g([1, 2])", "[2] or True", "", "[1", "xs", "[1]) or (True", "[x for x in (1,)]", "(" * 999,
-         "assert g([9]) == [1]", '"".__class__.__base__', "[1] == [1]", "-" * 9999 + "1", "{[1]: 2}", "\0", "\udc80"]),
+         "assert g([9]) == [1]", '"".__class__.__base__', "[1] == [1]", "-" * 9999 + "1",
+         "{[1]: 2}", "\0", "\udc80"]),
     "output/trace": (["[1]", " [1]\n", "assert xs == [1]", "xs == [1]", "(xs) == [1]"], ["[2]"],
                      ["xs", "[1] or xs", "assert ys == [1]"]),
     "input/program": (
@@ -1043,7 +1044,8 @@ def test_right_answers_are_accepted_and_no_others(kind):
     ("def f(a, b):\n    return a - b", "5, 3", "f(7, 5) == 2", "right"),
     ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong"),
     ("def f(a, b=2):\n    return a[0]", "[1]", "[1]", "right"),
-    ("def g(x):\n    return 2\ndef f(x):\n    return g(x) + x", "2", "(g := lambda x: 4) and 0", "unreadable"),
+    ("def g(x):\n    return 2\ndef f(x):\n    return g(x) + x", "2", "(g := lambda x: 4) and 0",
+     "unreadable"),
     ("def get_answer(x):\n    return x", "2", "2", "right"),
     ("def f(x):\n    return x", "{3, 1}, ", "{1, 3}", "right"),
 ])
