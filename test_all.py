@@ -49,7 +49,7 @@ import models
 import pfsa
 import plot
 import train
-from data import (GROUPS, PAD, Arith, Breakpoints, Group, Inverse, ListPerm, Parity, Repl, Stage, Tokenizer,
+from data import (GROUPS, PAD, Arith, Group, Inverse, ListPerm, Parity, Repl, Stage, Tokenizer,
                   parse_stages)
 from kernels import LOG_MIN, compare, decay_scan, delta_rule, errors, swaps
 from models import tensors
@@ -108,10 +108,8 @@ def test_a_swap_costs_9_tokens_and_a_permutation_of_five_21():
 
 KINDS = [(Repl, {"moves": "swap"}, "8x1"), (Repl, {"n_vars": 9, "moves": "swap"}, "9x4"),
          (Repl, {"n_vars": 3}, "6x6"), (Repl, {}, "8x2:3"), (Parity, {}, "9"), (ListPerm, {"n_vars": 4}, "12"),
-         (ListPerm, {"n_vars": 9}, "6:2"), (Arith, {"digits": 1}, "12:3"), (Arith, {"digits": 3}, "4"),
-         (Breakpoints, {"n_vars": 4}, "12x3")]
+         (ListPerm, {"n_vars": 9}, "6:2"), (Arith, {"digits": 1}, "12:3"), (Arith, {"digits": 3}, "4")]
 SLOTS = {Repl: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
-         Breakpoints: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
          Parity: lambda task, memory: [memory["p"]],
          ListPerm: lambda task, memory: [x - 1 for x in memory["a"]]}     # the classes of a state, by hand
 
@@ -368,33 +366,28 @@ def test_no_stage_that_a_task_evaluates_of_itself_is_without_an_answer():
 # ----------------------------------------------------------------------------------------------------------
 # data.py: groups
 
-ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A4xZ5": 60, "A5": 60, "S5": 120, "S5swaps": 120}
+ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A5": 60, "S5": 120, "S5swaps": 120}
 
 
-@pytest.mark.parametrize("spell", [1, 3])
 @pytest.mark.parametrize("name", GROUPS)
-def test_groups_have_their_order_and_targets_are_products(name, spell):
+def test_groups_have_their_order_and_targets_are_products(name):
     """Each element moves points; a product is where they are after all of them, one after the other."""
-    task = Group(name, spell)
+    task = Group(name)
     mul = np.array(task.mul)
     assert len(set(task.elements)) == len(task.elements) == ORDERS[name]
     assert (np.sort(mul) == np.arange(ORDERS[name])).all()                # in no row is anything twice
     assert (mul == mul.T).all() == (name in ("Z2", "Z60"))                # abelian
     batch, _ = make(task, "40", 30)
-    assert batch.tokens.shape == (30, 1 + 40 * spell) and batch.tokens.max() < len(task.tokenizer)
-    assert (batch.tokens[:, 0] == 256).all()
-    for word, products in zip(batch.tokens[:, 1:] - 257, batch.target - 257):
+    assert batch.tokens.shape == (30, 41) and batch.tokens.max() < len(task.tokenizer)
+    assert (batch.tokens[:, 0] == 256).all() and not batch.asked[:, 0].any() and batch.asked[:, 1:].all()
+    for word, products in zip(batch.tokens[:, 1:] - 257, batch.target[:, 1:] - 257):
         points = list(range(len(task.elements[0])))
-        for i in range(40):
-            parts = [divmod(part, ORDERS[name]) for part in word[i * spell:(i + 1) * spell]]
-            assert parts == [(part, parts[0][1]) for part in range(spell)]
-            points = [task.elements[parts[0][1]][x] for x in points]
-            assert task.elements[products[(i + 1) * spell]] == tuple(points)
-    asked = np.isin(np.arange(1 + 40 * spell), np.arange(spell, 1 + 40 * spell, spell))
-    assert (batch.asked == asked).all() and (batch.line_end == asked).all()
-    assert (batch.target[~batch.asked] == PAD).all() and (batch.state[~batch.asked] == -1).all()
-    assert (batch.state[..., 0] == batch.target - 257)[batch.asked].all()
-    letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens - 257) if 0 <= i < ORDERS[name]]
+        for element, product in zip(word, products):
+            points = [task.elements[element][x] for x in points]
+            assert task.elements[product] == tuple(points)
+    assert (batch.line_end == batch.asked).all() and (batch.target[:, 0] == PAD).all()
+    assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 257).all()
+    letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens[:, 1:] - 257)]
     assert len(letters) == (10 if name == "S5swaps" else ORDERS[name])
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
 
@@ -487,13 +480,16 @@ def test_permutations_as_people_type_them_become_whole_lines(typed, line):
             Repl(3).line(typed)
 
 
-@pytest.mark.parametrize("n_vars", range(2, 10))
 @pytest.mark.parametrize("moves", ["swap", "perm"])
-def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(n_vars, moves):
-    train.check(Config(n_vars=n_vars, moves=moves))
-    kinds = {"perm": {2: "", 3: "2x1:2"}.get(n_vars, "2x1:2 2x1:3"), "swap": ""}[moves]
-    expected = f"{kinds} 2x1 4x2 16x2 32x4 64x8" if n_vars > 2 else "8x1 16x2 32x4 64x8"
-    assert Repl(n_vars, moves).curriculum == expected.strip()
+def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(moves):
+    for n_vars in range(2, 10):
+        task = Repl(n_vars, moves)
+        kinds = {"perm": {2: "", 3: "2x1:2"}.get(n_vars, "2x1:2 2x1:3"), "swap": ""}[moves]
+        expected = f"{kinds} 2x1 4x2 16x2 32x4 64x8" if n_vars > 2 else "8x1 16x2 32x4 64x8"
+        assert task.curriculum == expected.strip()
+        for stage in parse_stages(task.curriculum):
+            task.check(stage)
+            assert task.batch(0, "test", stage, 0, 1).asked.sum() == stage.length // stage.spacing
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -547,16 +543,20 @@ def unroll(code, arguments, **call):
 
 
 def settrace_states(row):
-    """The locals that sys.settrace sees in the function of a row, without repetitions: {name: value}."""
+    """The locals that sys.settrace sees in the function of a row, without repetitions: {name: value}.
+
+    With one statement a line, a line that follows itself is inside a comprehension: from Python 3.12 on, this
+    runs in the function's own frame, with its variables among the function's."""
     source = ast.unparse(ast.parse(row["source"]))                        # one statement a line
     returns = {x.lineno for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Return)}
-    scope, seen, name = {"__name__": "trace"}, [], row["call"].split("(")[0]
+    scope, seen, lines, name = {"__name__": "trace"}, [], [0], row["call"].split("(")[0]
     exec(compile(source, "<function>", "exec"), scope)
 
     def see(frame, event, _):
         if frame.f_code is not scope[name].__code__:
             return None
-        if event == "line" or event == "return" and frame.f_lineno not in returns:
+        lines.append(frame.f_lineno)
+        if event == "line" and lines[-1] != lines[-2] or event == "return" and frame.f_lineno not in returns:
             values = {}
             for name_, value in frame.f_locals.items():
                 with contextlib.suppress(ValueError, SyntaxError, TypeError):
@@ -598,6 +598,7 @@ def check(row):
 
 RIGHT = "right"
 STATES, NAME, SYNTAX = "other states", "NameError", "SyntaxError"
+LOCALS = "another output" if sys.version_info < (3, 13) else STATES       # a snapshot, from then on
 CHANGED = "a variable changed outside a line that ended"
 NASTY = [
     # control flow
@@ -626,6 +627,7 @@ NASTY = [
     ("x", "[3]", "if (x and\n        x.pop()): return x", RIGHT),
     ("xs", "[1, 2]", "it = iter(xs)\nif next(it) > 0: return next(it)", "AssertionError"),
     ("x", "[1]", "y = [z for z in x if (w := z)]\nreturn w", RIGHT),
+    ("x", "[1, 2]", "y = [x for x in x]\nreturn [y for y in x], y", RIGHT),
     # statements, as they were written
     ("x", "1", "a = x; b = 2; a, b = b, a\nif a: c = 1; d = 2\nreturn a; x = 3", RIGHT),
     ("xs", "[2]", "ys = [\n    y   # each\n    for y in xs\n]\nreturn (ys,\n        1)", RIGHT),
@@ -675,7 +677,7 @@ NASTY = [
     ("x", "3", "import functools\n@functools.cache\ndef g(y):\n    return y + x\nreturn g(1)", RIGHT),
     ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y", "ValueError"),
     ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "cannot be written"),
-    ("x", "3", "d = locals()\ny = 4\nreturn sorted(d)", "another output"),
+    ("x", "3", "d = locals()\ny = 4\nreturn sorted(d)", LOCALS),
     ("x", "[1, 2]", "g = (y * k for y in x)\nk = 3\nreturn sum(g)", RIGHT),
     ("x", "1", "exec('x = 2')\nreturn x", STATES),
     ("x", "1", "return len(locals())", "AssertionError"),
@@ -769,19 +771,19 @@ def test_outputs_are_compared_by_value():
     assert unroll(code, "16", output="{'a': 17}") == "its output is not what the row says"
 
 
-@pytest.mark.parametrize("n", [1000, pytest.param(5000, marks=slow)])
+@pytest.mark.parametrize("n", [400, pytest.param(5000, marks=slow)])
 def test_random_functions_have_the_states_that_settrace_sees(n):
     rng, lengths, words = random.Random(0), Counter(), Counter()
     for _ in range(n):
-        row = unroll(*data.random_function(rng))
+        row = unroll(*data.random_function(rng, "loops", 8))
         if isinstance(row, str):
             assert row.startswith("more than")
             continue
         check(row)
         lengths[min(row["steps"] // 10, 3)] += 1
-        words.update(set(re.findall(r"if|else|for|while|break|continue", row["source"])))
-    assert lengths.total() > 0.8 * n and min(lengths[i] for i in range(4)) > n / 50 < min(words.values())
-    assert len(words) == 6
+        words.update(set(re.findall(r"if|else|for|while", row["source"])))
+    assert lengths.total() > 0.5 * n and min(lengths[i] for i in range(4)) > n / 50 < min(words.values())
+    assert len(words) == 4
 
 
 @pytest.mark.skipif("CRUXEVAL" not in os.environ, reason="give the path of cruxeval.jsonl in CRUXEVAL")
@@ -799,34 +801,31 @@ def test_777_functions_of_cruxeval_have_the_states_that_settrace_sees(tmp_path):
 # Files
 
 HONEST = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
+LATE, SILENT = "more than 1 s", "its process gives no answer"
+TO_ALL_FILES = "    for fd in range(99):\n        try: os.write(fd, b'{}\\n')\n        except OSError: pass\n"
 HOSTILE = {
     "def f():\n    while True:\n        x = 1": "more than 50 steps",
-    "def f():\n    while True:\n        try: x = 1\n        except: pass": "more than 1 s",
-    "def f():\n    return any(iter(int, 1))": "more than 1 s",
-    "def f():\n    return 10**10**10": "more than 1 s",
-    "import time\ndef f():\n    time.sleep(99)": "more than 1 s",
-    "import signal\ndef f():\n    signal.raise_signal(signal.SIGSTOP)": "it ends its process",
-    "import os\ndef f():\n    while True:\n        os.fork()": "it raises PermissionError",
-    "import subprocess\ndef f():\n    return subprocess.run('true')": "it raises PermissionError",
-    "import socket\ndef f():\n    return socket.socket()": "it raises PermissionError",
-    "import os\ndef f():\n    os.kill(os.getppid(), 9)": "it raises PermissionError",
+    "def f():\n    while True:\n        try: x = 1\n        except: pass": LATE,
+    "def f():\n    return 10**10**10": LATE,
+    "import signal\ndef f():\n    signal.alarm(0)\n    signal.raise_signal(signal.SIGSTOP)": LATE,
+    "import os\ndef f():\n    while True:\n        os.fork()": "it raises TypeError",
+    "import subprocess\ndef f():\n    subprocess.Popen(['sleep', '99'])\n    return 1": "",
+    "import posix, time\ndef f():\n    if not posix.fork():\n        time.sleep(99)\n    return 1": "",
+    "import threading, time\ndef f():\n    threading.Thread(target=time.sleep, args=(99,)).start()": "",
     "import sys\ndef f():\n    sys.exit()": "it raises SystemExit",
-    "import os\ndef f():\n    os._exit(0)": "it ends its process",
-    "import os\ndef f():\n    os.abort()": "it ends its process",
+    "import os\ndef f():\n    os._exit(0)": SILENT,
+    "import os\ndef f():\n    os.abort()": SILENT,
+    "import os\ndef g():\n" + TO_ALL_FILES + "def f():\n    g()\n    return 1": SILENT,
+    "import os\ndef f():\n" + TO_ALL_FILES + "    os._exit(0)": SILENT,
+    "import os\ndef f():\n    os.closerange(0, 99)": SILENT,
     "def f():\n    return len('x' * 2**30)": "it raises MemoryError",
     "def f():\n    print('{\"trace\": 1}' * 99999)\n    return 1": "",
-    "import os\ndef g():\n    for fd in range(99):\n        try: os.write(fd, b'{}\\n' * 9)\n"
-    "        except OSError: pass\ndef f():\n    g()\n    return 1": "",
-    "import os\ndef f():\n    os.closerange(0, 99)": "",
     "def f():\n    return input()": "it raises EOFError",
     "def f():\n    open('file', 'w').write('y' * 2**24)": "it raises OSError",
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
     "def f():\n    return open('file').read()": "it raises FileNotFoundError",
-    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it ends its process",
-    "import threading, time\ndef f():\n    threading.Thread(target=time.sleep, args=(99,)).start()": "",
+    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it raises FileNotFoundError",
     "import builtins\ndef f():\n    builtins.locals = builtins.len = None": "it raises TypeError",
-    "import os\ndef f():\n    return [1, os.getpid()]": "it depends on how strings are hashed",
-    "def f():\n    return ''.join({'a', 'b', 'c', 'dd'})": "it depends on how strings are hashed",
 }
 
 
@@ -839,26 +838,71 @@ def write(path, rows):
     return path
 
 
-def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path, monkeypatch):
-    """Behind each is an honest one. All folders and processes are gone."""
+def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
+    """Behind each is an honest one. In the end all folders are gone, and all processes that worked there."""
     (tmp_path / "tmp").mkdir()
     rows = [row for code in HOSTILE for row in ({"code": code, "input": ""}, HONEST)]
     calls, out = write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl"
-    assert data.write_traces(calls, out, seconds=1) == 0
+    program = f"import data; data.write_traces({str(calls)!r}, {str(out)!r}, seconds=1)"
+    done = command("-c", program, cwd=HERE, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    assert done.returncode == 0 and "Error" not in done.stderr
     why = {row["line"]: row["reason"] for row in written(tmp_path / "out.rejected.jsonl")}
     expected = {2 * i + 1: reason for i, reason in enumerate(HOSTILE.values()) if reason}
     assert why == expected
     kept = [f"line {n}" for n in range(1, len(rows) + 1) if n not in expected]
     assert [row["id"] for row in written(out)] == kept
-    assert {row["output"] for row in written(out)[1::2]} <= {"2", "1", "None"}
+    assert {row["output"] for row in written(out)} == {"2", "1", "None"}
+    assert not any((tmp_path / "tmp").iterdir())
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):                                # it has ended since
+            assert str(tmp_path) not in os.readlink(process)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_child_that_is_killed_or_stopped_loses_no_row(how):
-    with contextlib.closing(data.Child(0, seconds=1)) as child:
-        row = child.ask("unroll", call={"id": 1, **HONEST})
-        os.kill(child.process.pid, how)
-        assert child.ask("unroll", call={"id": 1, **HONEST}) == row and row["output"] == "2"
+def no_limits(*_):
+    raise ValueError("not allowed to set a limit")
+
+
+def no_fork():
+    raise OSError("no more processes")
+
+
+def broken(call):
+    raise NameError("a fault of ours")
+
+
+@pytest.mark.parametrize("task, where, what, said", [
+    ("trace", "resource.setrlimit", no_limits, "not allowed to set a limit"),
+    ("trace", "os.fork", no_fork, "no more processes"), ("trace", "data.unroll", broken, "NameError"),
+    ("score", "resource.setrlimit", no_limits, "not allowed to set a limit")])
+def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(task, where, what, said, tmp_path,
+                                                                   monkeypatch, capsys):
+    if task == "trace":
+        path, words = write(tmp_path / "calls.jsonl", [HONEST]), ["--out", str(tmp_path / "out.jsonl")]
+    else:
+        path = write(tmp_path / "traces.jsonl", [data.unroll(ROW)])
+        completions = write(tmp_path / "said.jsonl", [{"id": "s/input/program", "completion": "[1, 2]"}])
+        words = ["--completions", str(completions)]
+    monkeypatch.setattr(where, what)
+    with pytest.raises(SystemExit, match="2"):
+        data.main([task, "--file", str(path), "--allow-exec", *words])
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+
+
+def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
+    """Even of code whose output depends on how strings are hashed."""
+    code = "def f():\n    return ''.join({'a', 'b', 'c', 'dd', 'e'})"
+    calls, found = write(tmp_path / "calls.jsonl", [{"code": code, "input": ""}, HONEST]), []
+    for seed in "12":
+        words = ["data.py", "trace", "--file", calls, "--allow-exec", "--out", tmp_path / f"{seed}.jsonl"]
+        assert command(*words, cwd=HERE, env={**os.environ, "PYTHONHASHSEED": seed}).returncode == 0
+        found.append((tmp_path / f"{seed}.jsonl").read_bytes())
+    assert found[0] == found[1] and len(written(tmp_path / "1.jsonl")) == 2
+    for out in calls, tmp_path / "1.jsonl":
+        before = out.read_bytes()
+        refused = command(*words[:-1], out, cwd=HERE)
+        assert refused.returncode == 2 and "exists" in refused.stderr and refused.stderr.count("\n") == 1
+        assert out.read_bytes() == before
 
 
 def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path, capsys):
@@ -886,9 +930,9 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path,
         (2, "line 2", "no JSON"), (4, "7/2", shape), (4, "7/3", "its output is not what the row says"),
         (4, "7/4", "no function"), (4, "7/6", shape), (5, "line 5", keys), (6, "line 6", keys),
         (7, "line 7", "it raises SyntaxError")]
-    assert "calls.jsonl, line 2: no JSON" in capsys.readouterr().err
+    assert "5 traces" in (said := capsys.readouterr().out) and "     2  a test that is not" in said
     for path in calls, tmp_path / "missing":
-        with pytest.raises(ValueError, match="exists|No such file"):
+        with pytest.raises(OSError, match="exists|No such file"):
             data.write_traces(path, out)
     with pytest.raises(ValueError, match="no traces; make some"):
         data.read_traces(calls)
@@ -896,10 +940,9 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path,
 
 def test_ctrl_c_leaves_whole_files(tmp_path):
     calls, out = write(tmp_path / "calls.jsonl", [HONEST] * 5000), tmp_path / "out.jsonl"
-    program = ("import signal, sys, data; signal.signal(signal.SIGINT, signal.default_int_handler); "  # nohup's
-               f"sys.exit(data.write_traces({str(calls)!r}, {str(out)!r}))")                    # is to ignore it
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=os.path.dirname(data.__file__), text=True,
-                               stdout=subprocess.PIPE)
+    words = [sys.executable, "data.py", "trace", "--file", calls, "--out", out, "--allow-exec"]
+    process = subprocess.Popen(words, cwd=HERE, text=True, stdout=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not out.exists() or out.stat().st_size < 1000:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -952,94 +995,102 @@ assert g([1, 2]) == ??
             ("input/trace", "xs = ??\nxs.pop()\nassert (xs) == [1]", '"ban", "an"')):
         text = data.prompt(row, kind)
         assert text.endswith(asked + "\n[/PYTHON]\n[ANSWER]\n") and f"[ANSWER]\n{said}\n[/ANSWER]\n" in text
-        before, answer, after = data.question(row, kind)
-        exec(before + answer + after, {})
+        answer = {"output": "[1]", "input": "[1, 2]"}[kind.split("/")[0]]
+        exec(data.question(row, kind).replace(data.HOLE, answer), {})
 
 
 LIAR = "(lambda T=type: T('L', (list,), {'__eq__': lambda a, b: True})([1, 2]))()"
+VERDICTS = {                                          # for g([1, 2]), which pops: right, wrong, unreadable
+    "output/program": (
+        ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[True]", "== [1]", "[1.0]",
+         "g( [1, 2] )==[1]", "```python\nassert g([1, 2]) == [1]\n```", "It is `[1]`.", "Answer: [1]",
+         "**Answer:** [1]", "[ANSWER]\n[1]\n[/ANSWER]", "It pops:\n\n[1]\nimport os",
+         "[1]\n\nBecause it pops.", "First `[9]`, then `[1]`", "```\n[9]\n```\nNo:\n```\n[1]\n```"],
+        ["[2]", "[1], 'no'", "assert g([1,2]) == [1], 'no'", "`[2]`", "[9]\n[1]"],
+        ["g([1, 2])", "[2] or True", "", "[1", "xs", "[1]) or (True", "[x for x in (1,)]", "(" * 999,
+         "assert g([9]) == [1]", '"".__class__.__base__', "[1] == [1]", "-" * 9999 + "1",
+         "{[1]: 2}", "\0", "\udc80"]),
+    "output/trace": (["[1]", " [1]\n", "assert xs == [1]", "xs == [1]", "(xs) == [1]"], ["[2]"],
+                     ["xs", "[1] or xs", "assert ys == [1]"]),
+    "input/program": (
+        ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "g([1, 3])==[1]", "g([1, 3])", "list(range(1, 3))",
+         "[1,2] # so", "[*dict(a=1).values(), lambda x: x]", "[1, '__']", "Sure\n[1, 2]",
+         "```\ng([1, 2])\n```", "Answer: [1, 5]", "[1, 2]) == [1]\nimport os #"],
+        ["[2, 1]", "[]", "1, 2", "4", "g([])"],
+        ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "[1])([2]", "", "nothing", LIAR,
+         "''.__class__.__class__", "(g := lambda x: [1])", "exit()", "[1]) == 0 #"]),
+    "input/trace": (
+        ["[1, 2]", "[1, None]", "xs = [1, 9]", "list(range(1, 3))", "`xs=[1, 2]`"],
+        ["[2, 1]", "[]", "1, 2", "ys = [1, 2]", "xs = len = [1, 2]"],
+        ["[1, 2]; xs = [1]", "(y := [1, 2])", LIAR]),
+}
 
 
-@pytest.mark.parametrize("kind, right, wrong", [
-    ("output/program",
-     ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[True]"],
-     ["[2]", "g([1, 2])", "[2] or True", "", "[1", "xs", "[1]) or (True", "[1], 'no'", "[x for x in (1,)]",
-      "(" * 999, "assert g([9]) == [1]", "assert g([1,2]) == [1], 'no'", '"".__class__.__base__',
-      "[1] == [1]", "[1]\nimport os"]),
-    ("output/trace",
-     ["[1]", " [1]\n", "assert xs == [1]"],
-     ["xs", "[2]", "[1] or xs", "assert ys == [1]"]),
-    ("input/program",
-     ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "xs=[1, 5]", "list(range(1, 3))", "[1,2] # so",
-      "[*dict(a=1).values(), lambda x: x]", "[1, '__']"],
-     ["[2, 1]", "[1]) == [1] or (1", "1, 2", "[1]) == 0 #", "assert g([1, 2]) == [2]", "[1]) == g([1", "[]",
-      "", LIAR, "''.__class__.__class__", "[1, 2]) == [1]\nimport os #"]),
-    ("input/trace",
-     ["[1, 2]", "[1, None]", "xs = [1, 9]", "list(range(1, 3))", "(y := [1, 2])"],
-     ["[2, 1]", "[1, 2]; xs = [1]", "[1, 2]\nimport os", "[]", "ys = [1, 2]", LIAR]),
+@pytest.mark.parametrize("kind", VERDICTS)
+def test_right_answers_are_accepted_and_no_others(kind):
+    row = data.unroll(ROW)
+    for verdict, said in zip(("right", "wrong", "unreadable"), VERDICTS[kind]):
+        assert {one: data.judge(row, kind, one) for one in said} == dict.fromkeys(said, verdict)
+
+
+@pytest.mark.parametrize("code, arguments, said, verdict", [
+    ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", "wrong"),
+    ("def f(x):\n    return x", "3", "3.0", "right"),
+    ("def f(x):\n    return x == 5", "5", "type('A', (), {'__eq__': lambda a, b: True})()", "unreadable"),
+    ("def f(x):\n    return x == 5", "5", "1) == f(1", "unreadable"),
+    ("def f(a, b):\n    return a - b", "5, b=3", "7, 5", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5)", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "[7, 5]", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "f(7, 5) == 2", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong"),
+    ("def f(a, b=2):\n    return a[0]", "[1]", "[1]", "right"),
+    ("def g(x):\n    return 2\ndef f(x):\n    return g(x) + x", "2", "(g := lambda x: 4) and 0",
+     "unreadable"),
+    ("def get_answer(x):\n    return x", "2", "2", "right"),
+    ("def f(x):\n    return x", "{3, 1}, ", "{1, 3}", "right"),
 ])
-def test_right_answers_are_accepted_and_no_others(kind, right, wrong):
-    with contextlib.closing(data.Child(0)) as child:
-        row = data.unroll(ROW)
-        assert [said for said in right if not data.judge(child, row, kind, said)] == []
-        assert [said for said in wrong if data.judge(child, row, kind, said)] == []
+def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, verdict):
+    assert data.judge(unroll(code, arguments), "input/program", said) == verdict
 
 
-@pytest.mark.parametrize("code, arguments, said, right", [
-    ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", False),
-    ("def f(x):\n    return x", "3", "3.0", True),
-    ("def f(x):\n    return x == 5", "5", "type('A', (), {'__eq__': lambda a, b: True})()", False),
-    ("def f(x):\n    return x == 5", "5", "1) == f(1", False),
-    ("def f(a, b):\n    return a - b", "5, b=3", "7, 5", True),
-    ("def f(a, b):\n    return a - b", "5, b=3", "b=1, a=3", True),
-    ("def f(a, b):\n    return a - b", "5, b=3", "(7, 5), 1", False),
-    ("def g(x):\n    return 1\ndef f(x):\n    return g(x)", "2", "(g := lambda x: 2)", True),
-    ("def g(x):\n    return x\ndef f(x):\n    return g(1)", "2", "(g := lambda x: 1)", True),
-    ("def g(x):\n    return 2\ndef f(x):\n    return g(x) + x", "2", "(g := lambda x: 4) and 0", False),
-    ("def get_answer(x):\n    return x", "2", "2", True),
-])
-def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, right):
-    with contextlib.closing(data.Child(0)) as child:
-        row = data.unroll({"id": 0, "code": code, "input": arguments})
-        assert data.judge(child, row, "input/program", said) == right
-
-
-def test_prompts_are_written_and_completions_scored_by_length(tmp_path, capsys):
-    data.write_functions(30, tmp_path / "t.jsonl")
-    data.write_functions(30, tmp_path / "same.jsonl")
-    assert (tmp_path / "t.jsonl").read_text() == (tmp_path / "same.jsonl").read_text()
-    rows = data.read_traces(tmp_path / "t.jsonl")
-    data.write_prompts(tmp_path / "t.jsonl", tmp_path / "p.jsonl")
+def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
+    """The true answers of 30 functions made at random are right."""
+    made = data.random_rows(random.Random(0), "loops", 4)
+    rows = [{**row, "id": i} for i, row in enumerate(itertools.islice(made, 30))]
+    data.write_prompts(write(tmp_path / "t.jsonl", rows), tmp_path / "p.jsonl")
     prompts = written(tmp_path / "p.jsonl")
     assert len({p["id"] for p in prompts}) == len(prompts) == 120
     said = []
-    for row in rows:
-        for kind in data.EXAMPLES:
-            answer = data.question(row, kind)[1] if row["steps"] <= 5 else "("
-            said.append({"id": f"{row['id']}/{kind}", "completion": answer})
+    for row, kind in itertools.product(rows[:29], VERDICTS):
+        answer = row["output"] if kind.startswith("output") else row["call"][2:-1]
+        said.append({"id": f"{row['id']}/{kind}", "completion": answer if row["id"] else "("})
     data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", said))
-    found = re.findall(r"(\S+) +up to +(\d+) steps: (\d+) of (\d+) right", capsys.readouterr().out)
-    assert sum(int(n) for *_, n in found) == 120 and {kind for kind, *_ in found} == set(data.EXAMPLES)
-    for _, steps, right, asked in found:
-        assert right == (asked if int(steps) <= 5 else "0")
-    for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", "[]":
-        with pytest.raises(ValueError, match="line 1: give the id of a prompt"):
+    for line in capsys.readouterr().out.splitlines():
+        assert re.fullmatch(r"\S+ +28 right, 0 wrong, 1 unreadable, 1 without an answer", line)
+    for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", "[]", '{"id": "1/input/trace"}':
+        with pytest.raises(ValueError, match="line 1: give a completion"):
             data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [bad]))
+    with pytest.raises(ValueError, match="line 2: give a completion, and a prompt's id, once"):
+        data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [said[1]] * 2))
+    with pytest.raises(ValueError, match="two rows have the same id"):
+        data.score(write(tmp_path / "t.jsonl", [rows[0]] * 2), tmp_path / "said.jsonl")
 
 
 # ----------------------------------------------------------------------------------------------------------
 # The task
 
 def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_path):
-    data.write_functions(300, tmp_path / "t.jsonl")
-    rows = {row["trace"]: row for row in data.read_traces(tmp_path / "t.jsonl")}
+    rows = list(itertools.islice(data.random_rows(random.Random(0), "loops", 6), 300))
+    write(tmp_path / "t.jsonl", rows)
+    rows = {row["trace"]: row for row in rows}
     everywhere, sources = data.Stage(51, 1, "1"), {}
-    stored, made = data.Trace(trace_file=tmp_path / "t.jsonl"), data.Trace()
+    stored, made = data.Trace(trace_file=tmp_path / "t.jsonl"), data.Trace(code="loops")
     for task, stage in (stored, everywhere), (made, data.Stage(8, 1, "4")):
         for split in "train", "test":
             same = [[task.draw(random.Random(5), stage, split) for _ in range(2)] for _ in range(2)]
             assert same[0] == same[1]
             rng = random.Random(0)
-            drawn = [task.draw(rng, stage, split) for _ in range(60)]
+            drawn = [task.draw(rng, stage, split) for _ in range(25)]
             sources[split] = {"".join(line.text for line in lines) for lines in drawn}
             for lines in drawn:
                 *told, last = lines
@@ -1056,23 +1107,21 @@ def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_pa
         programs = {split: {re.sub("^[abcxyst, ]+ = .*\n", "", text).rpartition(" == ")[0] for text in texts}
                     for split, texts in sources.items()}                  # without arguments and output
         assert not programs["train"] & programs["test"]
-        assert len(sources["train"]) > 40 < 4 * len(sources["test"])
+        assert len(sources["train"]) > 16 < 4 * len(sources["test"])
     with pytest.raises(ValueError, match="no such traces"):
         stored.draw(rng, data.Stage(99), "test")
 
 
 @pytest.mark.parametrize("code, never, sometimes", [
-    ("ints", r"if|for|while|\*|\b[xyst]\b", r"max\(.*\+= \d"),
-    ("ints+branches", r"for|while|\*|\b[xyst]\b", "    if .*    else:"),
-    ("ints+loops", r"if|\*|\b[xyst]\b", "    while .*    for . in range"),
-    ("ints+lists+strings", r"if |    for|while|\*", "append.*replace"),
-    ("all", "import", r"    for . in [xy].* \* "),
-])
-def test_functions_are_of_the_kinds_of_code_asked_for(code, never, sometimes):
+    ("ints", "if|for|while", r"max\(.*\+= \d"),
+    ("branches", "for|while", "    if .*    else:"),
+    ("loops", "import", "    while .*    for . in range.*    if ")])
+def test_functions_are_of_the_kind_of_code_asked_for(code, never, sometimes):
     rng = random.Random(0)
-    bodies = [data.random_function(rng, code, 12)[0].partition(":\n")[2] for _ in range(300)]
-    text = "\n".join(bodies)
+    text = "\n".join(data.random_function(rng, code, 12)[0].partition(":\n")[2] for _ in range(300))
     assert not re.search(never, text) and re.search(sometimes, text, re.S)
+    with pytest.raises(ValueError, match="choose one of ints, branches, loops"):
+        data.Trace(code="int")
 
 
 # ----------------------------------------------------------------------------------------------------------
