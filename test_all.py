@@ -1843,13 +1843,6 @@ def test_the_short_convolution_is_a_sum_over_the_last_tokens():
     assert torch.equal(state, x[:, -3:])
 
 
-def test_without_a_convolution_there_are_no_such_parameters():
-    bare, tokens = build("deltanet", conv=0), torch.randint(262, (2, 30))
-    assert not sum(p.numel() for name, p in bare.named_parameters() if "conv" in name)
-    with torch.no_grad():
-        assert (models.in_pieces(bare, tokens, 7) - bare(tokens)[0]).abs().max() < 1e-4
-
-
 def transitions(model, beta_max):
     """The K x K matrices by which single tokens move the state, betas pushed to both ends of their range."""
     torch.manual_seed(0)
@@ -1943,11 +1936,6 @@ def test_siblings_meet():
     assert torch.allclose(kda(tokens)[0], gated(tokens)[0], atol=1e-5)
     S = transitions("linear_attention", 2.0)
     assert torch.allclose(S, torch.eye(32, dtype=torch.float64).expand_as(S))
-
-
-def test_a_plus_alternates_mixers():
-    kinds = [type(block.mixer).__name__ for block in build("deltanet+lstm", n_layer=4).blocks]
-    assert kinds == ["DeltaNet", "Recurrent", "DeltaNet", "Recurrent"]
 
 
 def test_p2s_transformer_has_as_many_parameters_as_published():
@@ -2091,21 +2079,6 @@ def test_the_contrastive_head_finds_states_and_lines(kind, L):
         assert lm.to_state.loss(lm, told, batch).item() == pytest.approx(np.mean(nats), rel=1e-4)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_every_state_head_teaches_a_model(head):
-    """Forty steps on one batch: its own loss falls, and reaches into the model."""
-    batch = batch_of(data.ListPerm(3, states=head), Stage(3), 8)
-    lm = models.LM(small("deltanet", states=head), len(data.Tokenizer()), 3, 3)
-    optimizer, nats = torch.optim.AdamW(lm.parameters(), 1e-2), []
-    for _ in range(40):
-        loss = lm.to_state.loss(lm, lm(batch.tokens)[0], batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        nats.append(loss.item())
-    assert nats[-1] < nats[0] - 0.1 and lm.embed.weight.grad.abs().sum() > 0
-
-
 # The DeltaNet whose weights are written by hand, against the memory of the Python that executed the trace
 
 def by_hand_against_python(n_vars, places, stage):
@@ -2243,37 +2216,16 @@ def test_accuracy_with_states_in_the_text_is_that_of_traces_that_a_model_writes_
     assert accuracy == np.mean([model.writes(text) == text for text in texts]) == (not slips)
 
 
-class Oracle(torch.nn.Linear):
-    """A "model" that knows the next token (ahead=1) or repeats the present one (ahead=0)."""
+class Knows(torch.nn.Module):
+    """A "model" that knows the answers of a batch whose numbers, within their trace, are in `known`."""
 
-    def __init__(self, ahead):
-        super().__init__(1, 1)
-        self.ahead = ahead
-
-    def __call__(self, tokens, state):
-        return F.one_hot(tokens.roll(-self.ahead, 1), 400).float(), state
-
-    def head(self, hidden):
-        return hidden
-
-
-@pytest.mark.parametrize("task, answers", [(Repl(), 3), (Parity(), 1), (Arith(2), 1)])
-def test_the_score_is_about_the_tokens_before_an_answers(task, answers):
-    stage = Stage(6, 2) if answers == 3 else Stage(6)
-    for ahead in (1, 0):
-        row = train.evaluate(Oracle(ahead), task, stage, Config(eval_samples=20))
-        assert row == {"stage": str(stage), "accuracy": ahead, "final": ahead, "by_answer": [ahead] * answers}
-
-
-class RightAtTheEnd(torch.nn.Module):
-    """Knows the last answer of each trace of a batch, and no other."""
-
-    def __init__(self, batch):
+    def __init__(self, batch, known):
         super().__init__()
         self.head, said = torch.nn.Identity(), batch.target + 1
-        for trace, asked in enumerate(batch.asked):
-            last = np.flatnonzero(asked)[-1]
-            said[trace, last] = batch.target[trace, last]
+        number = batch.asked.cumsum(1) - 1
+        for i in known:
+            right = batch.asked & (number == i)
+            said[right] = batch.target[right]
         self.said = F.one_hot(torch.tensor(said)).float()
 
     def forward(self, tokens, state):
@@ -2282,8 +2234,14 @@ class RightAtTheEnd(torch.nn.Module):
 
 def test_the_final_accuracy_is_that_of_the_last_answer_in_the_test_split():
     task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16, batch_size=16)
-    row = train.evaluate(RightAtTheEnd(task.batch(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
-    assert row["by_answer"] == [0, 0, 0, 1] and row["final"] == 1 and row["accuracy"] == 0.25
+    batch = task.batch(cfg.seed, "test", stage, 0, 16)
+    assert train.evaluate(Knows(batch, [3]), task, stage, cfg) == {
+        "stage": "8x2", "accuracy": 0.25, "final": 1, "by_answer": [0, 0, 0, 1]}
+    task, stage = ListPerm(3), Stage(4)
+    batch = task.batch(cfg.seed, "test", stage, 0, 16)
+    tokens = batch.asked[0].sum()                                         # of its one answer
+    for known, accuracy in (range(tokens), 1), (range(tokens - 1), 0):
+        assert train.evaluate(Knows(batch, known), task, stage, cfg)["by_answer"] == [accuracy]
 
 
 @pytest.mark.parametrize("task, stage", [(Repl(), "24x1"), (Group("S3"), "24"), (Parity(states="text"), "24:5"),
@@ -2317,7 +2275,6 @@ def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model
 
 TINY = ("--n-vars 3 --d-model 32 --batch-size 8 --warmup 16 --cooldown 32 --max-samples 96 --eval-samples 8 "
         "--eval-at 4x2 --device cpu --curriculum 4x1 --eval-every 5").split()                 # 12 steps
-ENDLESS = ["--advance", "1", "--max-samples", "1000000"]
 
 
 def go(tmp_path, *args):
@@ -2397,11 +2354,6 @@ def test_the_learning_rate_rises_stays_and_falls_from_when_the_last_stage_is_pas
     assert rates[25] == pytest.approx(5e-4) and all(a > b for a, b in zip(rates[20:], rates[21:]))
 
 
-def test_a_short_run_spends_at_most_a_third_on_its_cooldown(tmp_path):
-    assert go(tmp_path, "--max-samples", 40, "--cooldown", 2560, "--warmup", 320) == 0
-    assert result_of(only(tmp_path))["samples"] == 40
-
-
 def test_the_loss_is_the_weighted_sum_of_its_terms(tmp_path, monkeypatch):
     seen, honest = [], torch.Tensor.backward
     terms_of = train.losses
@@ -2443,35 +2395,15 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, c
     assert a["optimizers"] == b["optimizers"] == []                       # a finished run needs none
 
 
-def test_a_stage_takes_its_samples_whatever_the_size_of_a_batch(tmp_path):
-    go(tmp_path, "--stage-samples", 100, "--curriculum", "3x1 4x1 4x2", "--max-samples", 300, "--advance", 1)
-    result = result_of(only(tmp_path))
-    assert [(row["stage"], row["samples"]) for row in result["passed"]] == [("3x1", 104), ("4x1", 208)]
-    assert result["reached"] == "4x2" and result["samples"] == 304
-
-
-def watch(*args):
-    """Start a run and wait for its second report, after a checkpoint. -> the process."""
-    run = subprocess.Popen([sys.executable, "-u", str(HERE / "train.py"), *map(str, args)], text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    reports = 0
-    while reports < 2:
-        reports += run.stdout.readline().startswith("step")
+def test_ctrl_c_ends_a_run_with_130_and_says_that_it_can_go_on(tmp_path):
+    run = subprocess.Popen([sys.executable, "-u", HERE / "train.py", *TINY, "--max-samples", "1000000", "--advance", "1",
+                            "--out", tmp_path], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not run.stdout.readline().startswith("step 10"):                # after the checkpoint of step 5
         assert run.poll() is None, run.stderr.read()
-    return run
-
-
-def test_ctrl_c_and_kill_leave_a_checkpoint_to_go_on_from(tmp_path):
-    args = [*TINY, *ENDLESS, "--out", str(tmp_path)]
-    run = watch(*args)
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130 and "Traceback" not in err and "the same command goes on" in out
-    before = train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"]
-    run = watch(*args)
-    run.kill()
-    run.communicate()
-    assert train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"] >= before >= 5
+    assert train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"] >= 5
 
 
 def test_a_process_killed_inside_a_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
@@ -2549,13 +2481,6 @@ def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
     assert done.returncode == 0, done.stderr
     assert sorted(result_of(folder)["seed"] for folder in tmp_path.iterdir()) == [0, 1, 2]
     assert done.stdout.count("\nrun ") + done.stdout.startswith("run ") == 3
-
-
-def test_bf16_learns_too(tmp_path):
-    """All but the scan's state in bf16: three variables, where chance is 33 %."""
-    assert go(tmp_path, "--dtype", "bf16", "--moves", "swap", "--max-samples", 6000, "--cooldown", 320,
-              "--eval-at", "4x1", "--eval-samples", 64, "--eval-every", 100) == 0
-    assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("n_vars, moves, easier", [
