@@ -2,7 +2,7 @@
 The tasks. A task is a few lines of Python that write a program, which Python itself executes.
 
 So what a `print` shows, and what memory holds after a line, comes from Python. One function, `run`, executes
-the lines; one method, `to_batch`, makes arrays of them. (Not for `group`, whose tokens are not text.)
+the lines; one method, `to_batch`, makes arrays of them.
 
   repl       Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
   inverse    the same, but a print asks who held a value at the start (P1 Figure 7)
@@ -20,14 +20,13 @@ and what it prints. *Answers* are the last words of printed lines, and what foll
 Symbols: B batch, T tokens, L length, S spacing, n variables.
 
 Held out: a program whose text has a hash of 0 modulo 8 is a test program, never trained on; all others are
-for training. (For a function's trace, only the lines that ran are hashed.) A batch depends only on (seed,
-split, stage, its number t, size): nothing is stored, and worker processes can make it.
+for training. A batch depends only on (seed, split, stage, its number t, size): nothing is stored.
 
 On a first reading, stop at "trace": the second half of the file turns functions into traces.
 
-Look at samples:   python data.py
-                   python data.py arith --digits 2 --stage 4
-Unroll functions:  python data.py trace --file calls.jsonl --out traces.jsonl --allow-exec
+  python data.py                                                                    a sample
+  python data.py arith --digits 2 --stage 4
+  python data.py trace --file calls.jsonl --out traces.jsonl --allow-exec           functions become traces
 
 P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs". P2 is "Grounding Code
 Understanding in Step-by-Step Execution". No downloads here, and no torch: arrays are numpy's.
@@ -50,13 +49,7 @@ from collections import Counter
 from functools import lru_cache
 from itertools import accumulate, combinations, islice, product
 from math import factorial
-from pathlib import Path
 from typing import NamedTuple
-
-try:
-    import resource
-except ImportError:                                 # Windows
-    resource = None
 
 import numpy as np
 
@@ -216,16 +209,14 @@ class Task:
     stage_samples = 0             # not 0: a stage ends after this many traces
     settings = ()
     n_slots = n_classes = 0
+    default_states = ""           # if not linear with slots, else transformer
 
     def __init__(self, states="auto", tokenizer=None):
-        self.states = self.default_states if states == "auto" else states
+        default = self.default_states or ("linear" if self.n_slots else "transformer")
+        self.states = default if states == "auto" else states
         self.tokenizer = tokenizer or Tokenizer()
         if self.states == "linear" and not self.n_slots:
             raise ValueError("--states linear: this task's states are text; give transformer or contrastive")
-
-    @property
-    def default_states(self):
-        return "linear" if self.n_slots else "transformer"
 
     def program(self, rng, stage, memory):
         """Yield source lines. rng: a random.Random; memory: what it holds now. You write this method."""
@@ -359,9 +350,8 @@ class Repl(Task):
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
-        if n_vars > 2:                                    # n = 2: too few programs in short stages
-            self.curriculum = " ".join([*easier, self.curriculum])
-        else:
+        self.curriculum = " ".join([*easier, self.curriculum])
+        if n_vars == 2:                                   # too few programs in short stages
             self.curriculum = "8x1 16x2 32x4 64x8"
         super().__init__(**others)
 
@@ -403,8 +393,8 @@ class Repl(Task):
         return [stage for stage in stages if stage.spacing <= stage.length]
 
     def line(self, typed):
-        """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b, c = b, a, c` or, with
-        moves="swap", `a, b = b, a`. Raises ValueError for a line that traces do not have."""
+        """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b = b, a` or, among
+        permutations of three, `a, b, c = b, a, c`. Raises ValueError for a line that they do not have."""
         typed = re.sub(" *([=,()]) *", r"\1", typed.strip().removeprefix(">>>").strip())
         for name in self.names:
             if typed in (f"print('{name}',{name})", f'print("{name}",{name})'):
@@ -709,19 +699,15 @@ class Tracer(ast.NodeTransformer):
         bare = isinstance(node, ast.NamedExpr)
         return ast.unparse(node) if "\n" in text or decorated or bare else text
 
-    def hook(self, method, text, value=None):
+    def hook(self, method, text="", value=None):
         """The syntax tree of _tracer.method(value, text, _locals())."""
         tree = ast.parse(f"_tracer.{method}(None, {text!r}, _locals())", mode="eval").body
         if value:
             tree.args[0] = value
         return tree
 
-    def before(self):
-        """-> a statement that rejects the call if something has changed since the last line."""
-        return ast.Expr(self.hook("same", ""))
-
     def simple(self, node):
-        return [self.before(), node, ast.Expr(self.hook("line", self.text(node)))]
+        return [ast.Expr(self.hook("same")), node, ast.Expr(self.hook("line", self.text(node)))]
 
     visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Delete = visit_Assert = visit_Import = simple
     visit_ImportFrom = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = simple
@@ -737,7 +723,7 @@ class Tracer(ast.NodeTransformer):
     def visit_If(self, node):
         node.test = self.hook("test", self.text(node.test), node.test)
         self.generic_visit(node)
-        return [self.before(), node]
+        return [ast.Expr(self.hook("same")), node]
 
     visit_While = visit_If
 
@@ -748,12 +734,12 @@ class Tracer(ast.NodeTransformer):
         step = self.hook("line", f"{self.text(node.target)} = next({name})")
         self.generic_visit(node)
         node.body.insert(0, ast.Expr(step))
-        return [self.before(), node]
+        return [ast.Expr(self.hook("same")), node]
 
     def visit_Return(self, node):
         text = self.text(node.value) if node.value else "None"
         node.value = self.hook("back", text, node.value)
-        return [self.before(), node]
+        return [ast.Expr(self.hook("same")), node]
 
     def code(self, function, arguments):
         """A function's syntax tree -> its code, with hooks."""
@@ -800,6 +786,7 @@ class Tracer(ast.NodeTransformer):
         return value
 
     def same(self, _, __, names):
+        """Reject the call if something has changed since the last line."""
         if self.literals(names) != (self.states[-1] if self.states else {}):
             self.reject("a variable changed outside a line that ended")
 
@@ -838,7 +825,8 @@ def unroll(call):
     code = getattr(scope[name], "__code__", None)
     if not code or code.co_firstlineno != function.lineno:
         raise Rejected("a decorator")
-    around = [tracer.text(x) for x in body if x is not function and name not in names_in(x)]
+    around = [tracer.text(x) for x in body
+              if x is not function and name not in {getattr(y, "id", "") for y in ast.walk(x)}]
     scope[name].__code__ = tracer.code(function, call["input"])
     called = f"{name}({call['input']})"
     value = eval(called, scope)
@@ -855,10 +843,6 @@ def unroll(call):
     steps = len(tracer.lines) - (1 if tracer.parameters else 0)           # the arguments' line is no step
     return {"id": call["id"], "source": source, "call": called, "output": output,
             "trace": "\n".join([*around, *tracer.lines, last]), "states": tracer.states, "steps": steps}
-
-
-def names_in(node):
-    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def replay(around, lines, states, last, shared, end):
@@ -884,62 +868,56 @@ def split_trace(row):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Code from files runs in a process of its own, with limits, in a temporary folder (files that it writes
-# elsewhere stay). This helps against accidents. It is no protection against attacks.
+# Code from files runs in a process of its own, with limits, in a temporary folder (on Linux only; files that
+# it writes elsewhere stay). This helps against accidents. It is no protection against attacks.
 
-def confine(folder, seconds):
-    """Limit this process. Raises OSError or ValueError where that cannot be done."""
+def confine(folder, pipe, seconds):
+    """Limit this process; its only open file is the pipe, as number 3. Raises an Exception if it cannot."""
+    import resource                                         # not on Windows
     os.setsid()                                             # a process group, which `guarded` kills
     os.chdir(folder)
-    signal.alarm(seconds + 1)                               # if the parent is no longer there to do it
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + 2 ** 29       # what it inherits, and 512 MB
+    signal.alarm(seconds + 1)                               # if nobody is left to kill it
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[0]) * resource.getpagesize() + 2 ** 29       # 512 MB more than now
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
-    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(pipe, 3)
     for descriptor in 0, 1, 2:
-        os.dup2(nothing, descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    os.closerange(4, 2 ** 16)
     os.fork = None                                          # no fork bomb by accident
 
 
-def outcome(work, arguments):
-    """-> what work(*arguments) returns, or {"reason"} why it returns nothing."""
-    try:
-        return work(*arguments)
-    except Rejected as why:
-        return {"reason": str(why)}
-    except BaseException as error:
-        return {"reason": f"it raises {type(error).__name__}"}
-
-
 def guarded(work, *arguments, seconds=3):
-    """`outcome` in a process with limits on time, memory and files. -> its result, or {"reason"} if there is none.
+    """work(*arguments) in a process with limits on time, memory and files. -> what it returns, or {"reason"}.
 
-    The result comes as JSON through a pipe, between two copies of a random word: so what the code itself
-    writes into the pipe is never taken for it. Raises OSError if there is no such process."""
-    if not resource:
-        raise OSError("this system cannot limit a process: trace and score need a Unix")
+    It comes as JSON through a pipe, between two copies of a random word: nothing else that the code writes is
+    taken for it. Raises OSError if there can be no such process."""
     (answers, pipe), word = os.pipe(), os.urandom(16)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         pid = os.fork()
         if not pid:
             try:
-                confine(folder, seconds)
-                os.write(pipe, word)
-                with open(pipe, "wb") as file:
-                    file.write(json.dumps(outcome(work, arguments)).encode() + word)
-            except BaseException as error:
+                confine(folder, pipe, seconds)
+                os.write(3, word)
+                try:
+                    answer = work(*arguments)
+                except BaseException as why:
+                    said = str(why) if isinstance(why, Rejected) else f"it raises {type(why).__name__}"
+                    answer = {"reason": said}
+                with open(3, "wb") as file:
+                    file.write(json.dumps(answer).encode() + word)
+            except BaseException as error:                  # before `word`: there is no such process
                 os.write(pipe, str(error).encode())
             finally:
                 os._exit(0)
         os.close(pipe)
         text, end = b"", time.monotonic() + seconds
-        try:                                                # until the pipe is closed, or time is up
+        try:                                                # until nobody holds the pipe, or time is up
             while ready := select.select([answers], [], [], max(0, end - time.monotonic()))[0]:
-                part = os.read(answers, 2 ** 16)
-                text += part
-                if not part:
+                if not (part := os.read(answers, 2 ** 16)):
                     break
+                text += part
         finally:
             os.close(answers)
             os.kill(pid, signal.SIGKILL)
@@ -947,44 +925,20 @@ def guarded(work, *arguments, seconds=3):
                 os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     if not text.startswith(word):
-        raise OSError(f"no process with limits can be started for the code: {text.decode() or 'it ends'}")
+        raise OSError(f"no process with limits can be started: {text.decode() or 'it ends at once'}")
     with contextlib.suppress(ValueError):
         if text.endswith(word):
             return json.loads(text[len(word):-len(word)])
     return {"reason": "its process gives no answer" if ready else f"more than {seconds} s"}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Files of traces, lines of JSON
-
-def refuse_to_lose(source, outs, overwrite):
-    """Raises ValueError if a file to write is the one to read, or exists and --overwrite is not given."""
-    for out in filter(os.path.exists, outs):
-        if os.path.samefile(out, source):
-            raise ValueError(f"{out} is the file to read: choose another --out")
-        if not overwrite:
-            raise ValueError(f"{out} exists: choose another --out, or --overwrite it")
-
-
-def parts(test):
-    """MBPP's `assert name(input) == output` -> these three, else {"reason"} (P2 appendix A)."""
-    with contextlib.suppress(AttributeError, SyntaxError, ValueError):
-        [line] = ast.parse(test.strip()).body
-        [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
-        if isinstance(equal, ast.Eq):
-            given = ast.unparse(line.test.left)[len(name) + 1:-1]
-            return {"name": name, "input": given, "output": ast.unparse(output)}
-    return {"reason": "a test that is not assert name(input) == output"}
-
-
 def calls_in(line, number):
-    """A line of CRUXEval, of MBPP, or {"code", "input"} -> its calls, for `unroll`, or {"reason"}."""
+    """A line of CRUXEval, of MBPP, or {"code", "input"} -> its calls, for `unroll`, or {"id", "reason"}."""
     call = {"id": f"line {number}"}
     try:
         row = json.loads(line)
         if "test_list" not in row:
-            known = {key: row[key] for key in ("id", "output") if key in row}
-            return [call | known | {"code": row["code"], "input": row["input"]}]
+            return [call | row | {"code": row["code"], "input": row["input"]}]
         code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
         call, task = {"code": "\n".join(code)}, row["task_id"]
         return [call | {"id": f"{task}/{i}"} | parts(test) for i, test in enumerate(row["test_list"])]
@@ -994,15 +948,25 @@ def calls_in(line, number):
         return [call | {"reason": "no code and input, and no code, task_id and test_list"}]
 
 
-def write_traces(path, out, overwrite=False, seconds=3):
+def parts(test):
+    """MBPP's `assert name(input) == output` -> these three, else {"reason"} (P2 appendix A)."""
+    with contextlib.suppress(AttributeError, SyntaxError, ValueError):
+        [line] = ast.parse(test.strip()).body
+        [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
+        given = ast.unparse(line.test.left)[len(name) + 1:-1]
+        if isinstance(equal, ast.Eq):
+            return {"name": name, "input": given, "output": ast.unparse(output)}
+    return {"reason": "a test that is not assert name(input) == output"}
+
+
+def write_traces(path, out, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
-    Ctrl-C, both files are whole. Raises ValueError, or OSError as `guarded` does."""
+    Ctrl-C, both files are whole. Raises ValueError or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
-    refuse_to_lose(path, [out, rejected], overwrite)
     honest = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
-    if "reason" in honest:                                  # so the fault is ours, not that of a row
-        raise OSError(f"a process for the code does not work here: {honest['reason']}")
-    with open(path, "rb") as file, open(out, "w", 1) as good, open(rejected, "w", 1) as bad:
+    if "reason" in honest:                                  # the fault is ours, not that of a row
+        raise OSError(f"not even f(x) = x has a trace here: {honest['reason']}")
+    with open(path, "rb") as file, open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
         try:
             for number, line in enumerate(file, 1):
                 for call in calls_in(line, number) if line.strip() else []:
@@ -1044,18 +1008,19 @@ EXAMPLES = {
                        '"ba", "nana"')),
     "input/trace": (("n = ??\nassert n == 17", "17"),
                     ('s1, s2 = ??\ns2 += "a"\nassert s1 + s2 == "banana"', '"ban", "an"'))}
+HOLE = "__answer__"                                                       # ?? in a prompt; a name for `ast`
 
 
 def question(row, kind):
-    """-> a program's text before the answer, and after it."""
+    """-> a program with HOLE in the place of the answer."""
     if kind == "output/program":
-        return f"{row['source']}\nassert {row['call']} == ", ""
+        return f"{row['source']}\nassert {row['call']} == {HOLE}"
     if kind == "input/program":
-        return f"{row['source']}\nassert {row['call'].partition('(')[0]}(", f") == {row['output']}"
+        return f"{row['source']}\nassert {row['call'].partition('(')[0]}({HOLE}) == {row['output']}"
     if kind == "output/trace":
-        return row["trace"].removesuffix(row["output"]), ""
+        return row["trace"].removesuffix(row["output"]) + HOLE
     around, (first, *lines), last = split_trace(row)
-    return "\n".join([*around, first.partition(" = ")[0] + " = "]), "\n".join(["", *lines, last])
+    return "\n".join([*around, f"{first.partition(' = ')[0]} = {HOLE}", *lines, last])
 
 
 def prompt(row, kind):
@@ -1067,29 +1032,28 @@ def prompt(row, kind):
         text += f"[PYTHON]\n{program}\n[/PYTHON]\n[ANSWER]\n{answer}\n[/ANSWER]\n\n"
     if row["call"].startswith("f("):                                      # as in all of CRUXEval
         text = re.sub("identity|append_a|count_even|concat", "f", text)
-    return f"{text}[PYTHON]\n{'??'.join(question(row, kind))}\n[/PYTHON]\n[ANSWER]\n"
+    return f"{text}[PYTHON]\n{question(row, kind).replace(HOLE, '??')}\n[/PYTHON]\n[ANSWER]\n"
 
 
 def questions(path):
-    """The prompts for a file of traces: {id: (row, kind)}. Raises ValueError if two rows have the same id."""
+    """What is asked about a file of traces: {id: (row, kind)}. Raises ValueError for a bad file."""
     rows = read_traces(path)
     if len({str(row["id"]) for row in rows}) < len(rows):
-        raise ValueError(f"{path}: two rows have the same id, and so would their prompts")
+        raise ValueError(f"{path}: two rows have the same id")
     return {f"{row['id']}/{kind}": (row, kind) for row in rows for kind in EXAMPLES
             if kind.startswith("output") or not row["call"].endswith("()")}
 
 
-def write_prompts(path, out, overwrite=False):
-    """Write {"id", "prompt", "steps"} per kind and row of a file of traces. Raises ValueError."""
+def write_prompts(path, out):
+    """Write {"id", "prompt", "steps"} per kind and row of a file of traces. Raises ValueError or OSError."""
     asked = questions(path)
-    refuse_to_lose(path, [out], overwrite)
-    with open(out, "w") as file:
+    with open(out, "x") as file:
         for name, (row, kind) in asked.items():
             file.write(json.dumps({"id": name, "prompt": prompt(row, kind), "steps": row["steps"]}) + "\n")
 
 
-UNSAFE = {*dir(builtins)} - {"bool", "bytes", "chr", "dict", "float", "int", "len", "list", "ord", "range",
-                             "set", "sorted", "str", "sum", "tuple"}      # what an input must not name
+UNSAFE = {*dir(builtins)} - {"bool", "bytes", "chr", "dict", "float", "format", "int", "len", "list", "ord",
+                             "range", "set", "sorted", "str", "sum", "tuple"}
 
 
 def evaluate(program, expression):
@@ -1099,14 +1063,11 @@ def evaluate(program, expression):
     return literal(eval(expression, memory))
 
 
-def output_of(row, kind, answer):
-    """-> the output that an answer means: itself or, of an input, what the program returns for it ({"reason"} or
-    None if nothing with a literal).
+def output_for(row, kind, answer):
+    """What a program returns for an input, as a literal; None or {"reason"} if nothing that has one.
 
-    Raises ValueError, or what `ast` raises, for an input that is no expression, or that could fake an output: it
-    sets a name, or makes an object with an == of its own."""
-    if kind.startswith("output"):
-        return answer
+    Raises ValueError, or what `ast` does, for an input that is no expression, or that could fake an output, by
+    setting a name or by an object with an == of its own."""
     call, asked = (ast.parse(text, mode="eval").body for text in (f"f({answer}\n)", row["call"]))
     for node in ast.walk(call):
         word = getattr(node, "attr", getattr(node, "id", ""))
@@ -1115,51 +1076,49 @@ def output_of(row, kind, answer):
     value = ast.unparse(call).removeprefix(call.func.id)                  # in parentheses
     if kind == "input/program" and len(asked.args) + len(asked.keywords) > 1:
         value = f"*{value}"                                               # a tuple or a list of inputs
-    program, _, result = value.join(question(row, kind)).rpartition("\nassert ")
+    program, _, result = question(row, kind).replace(HOLE, value).rpartition("\nassert ")
     return guarded(evaluate, program, result.removesuffix(f" == {row['output']}"))
 
 
 def judge(row, kind, completion):
     """Whether a completion is "right", "wrong" or "unreadable". Raises OSError as `guarded` does.
 
-    The answer is all of it, or what is in backticks, or a line; alone, or with what the question has around it.
-    Right is an output that equals the row's (1 == 1.0), and an input for which the program returns one that does."""
-    whole = ast.unparse(ast.parse("__answer__".join(question(row, kind))))
-    left, right = re.search("(.*)__answer__(.*)", whole).groups()
-    forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert ", right[1:]), (left, right)
+    The answer is all of it, or in backticks, or one line; alone, or in the line in which the question has ??.
+    Right is an output that equals the row's (1 == 1.0), or an input for which the program returns that."""
+    left, right = re.search(f"(.*){HOLE}(.*)", ast.unparse(ast.parse(question(row, kind)))).groups()
+    forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert (", right), (left, right)
     text = re.split(r"(?i)\[answer\]|\banswer:\**", completion.split("[/ANSWER]")[0])[-1]
+    expected = ast.literal_eval(row["output"])
     quoted = re.findall(r"`+(?:\w+\n)?([^`]+)`+", text)
     for said, (start, end) in product([text, *reversed(quoted), *text.split("\n")], forms):
-        with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-            said = ast.unparse(ast.parse(f"{start}{said.strip()}\n{end}"))
-            if said.startswith(left) and said.endswith(right) and said != left + right:
-                output = output_of(row, kind, said[len(left):len(said) - len(right)])
-                if output != {"reason": "it raises NameError"}:           # as prose of one word does
-                    same = isinstance(output, str) and ast.literal_eval(output) == ast.literal_eval(row["output"])
+        with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, TypeError,
+                                 ValueError):                             # it is no answer
+            line = ast.unparse(ast.parse(f"{start}{said.strip()}\n{end}"))
+            if line.startswith(left) and line.endswith(right) and line != left + right:
+                answer = line[len(left):len(line) - len(right)]
+                output = answer if kind.startswith("output") else output_for(row, kind, answer)
+                if output != {"reason": "it raises NameError"}:           # as a word of prose does
+                    same = isinstance(output, str) and ast.literal_eval(output) == expected
                     return "right" if same else "wrong"
     return "unreadable"
 
 
 def score(path, completions):
-    """Print how many completions of a file are right, by steps. Raises ValueError, or OSError."""
-    asked, verdicts = questions(path), {}
+    """Print how many completions of a file are right. Raises ValueError or OSError."""
+    waiting, found = questions(path), Counter()
     with open(completions, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 said = json.loads(line)
-                name, completion = said["id"], said["completion"] + ""
-                row, kind = asked[name]
+                row, kind = waiting.pop(said["id"])
+                completion = said["completion"] + ""
             except (KeyError, TypeError, ValueError):
-                raise ValueError(f"{completions}, line {number}: give the id of a prompt, and a completion")
-            if name in verdicts:
-                raise ValueError(f"{completions}, line {number}: {name} has a completion already")
-            verdicts[name] = judge(row, kind, completion)
-    found = Counter((kind, -(-row["steps"] // 10) * 10, verdicts.get(name, "without an answer"))
-                    for name, (row, kind) in asked.items())
-    for kind, most in sorted({key[:2] for key in found}):
-        counts = [f"{found[kind, most, verdict]} {verdict}"
-                  for verdict in ("right", "wrong", "unreadable", "without an answer")]
-        print(f"{kind:14s}  up to {most:2d} steps: {', '.join(counts)}")
+                raise ValueError(f"{completions}, line {number}: give a completion, and a prompt's id, once")
+            found[kind, judge(row, kind, completion)] += 1
+    found.update((kind, "without an answer") for _, kind in waiting.values())
+    for kind in EXAMPLES:
+        verdicts = "right", "wrong", "unreadable", "without an answer"
+        print(f"{kind:14s} ", ", ".join(f"{found[kind, verdict]} {verdict}" for verdict in verdicts))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1294,22 +1253,6 @@ def samples(args):
         show(task.draw(rng, stage, "train"))
 
 
-def files(args):
-    """The commands about files: trace, prompts, score."""
-    needs = {"trace": ["out", "allow_exec"], "prompts": ["out"], "score": ["completions", "allow_exec"]}
-    if args.task not in needs:
-        raise ValueError(f"{args.task}: only trace, prompts and score take --file, --out")
-    missing = [name for name in ["file", *needs[args.task]] if not getattr(args, name)]
-    if missing:
-        raise ValueError(f"{args.task}: give --{' and --'.join(missing)} too".replace("_", "-"))
-    if args.task == "trace":
-        write_traces(args.file, args.out, args.overwrite)
-    elif args.task == "prompts":
-        write_prompts(args.file, args.out, args.overwrite)
-    else:
-        score(args.file, args.completions)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -1328,18 +1271,24 @@ def main(argv=None):
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
     add("--file", help="JSON lines to read: calls for `trace`, traces for `prompts` and `score`")
     add("--completions", help="score: JSON lines, what a model said: id, completion")
-    add("--out", help="JSON lines to write")
-    add("--overwrite", action="store_true", help="write --out even if there is one")
+    add("--out", help="trace, prompts: a new file of JSON lines to write")
     add("--allow-exec", action="store_true",
         help="execute the code in --file, in child processes with limits: no sandbox")
     args = parser.parse_args(argv)
     try:
         if args.samples < 1:
             raise ValueError("--samples: give a number above 0")
-        if args.file or args.out or args.task in ("prompts", "score"):
-            files(args)
-        else:
+        if not (args.file or args.out) and args.task in TASKS:
             samples(args)
+        elif args.task == "trace" and args.file and args.out and args.allow_exec:
+            write_traces(args.file, args.out)
+        elif args.task == "prompts" and args.file and args.out:
+            write_prompts(args.file, args.out)
+        elif args.task == "score" and args.file and args.completions and args.allow_exec:
+            score(args.file, args.completions)
+        else:
+            raise ValueError("write trace --file --out --allow-exec, or prompts --file --out, or "
+                             "score --file --completions --allow-exec")
     except BrokenPipeError:                                 # as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:

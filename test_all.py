@@ -49,9 +49,9 @@ import models
 import pfsa
 import plot
 import train
-from data import (GROUPS, PAD, Arith, Breakpoints, Group, Inverse, ListPerm, Parity, Repl, Stage, Tokenizer,
+from data import (GROUPS, PAD, Arith, Group, Inverse, ListPerm, Parity, Repl, Stage, Tokenizer,
                   parse_stages)
-from kernels import EXAMPLES, LOG_MIN, TENSORS, TOLERANCE, compare, decay_scan, delta_rule, errors, example
+from kernels import LOG_MIN, compare, decay_scan, delta_rule, errors, swaps
 from models import tensors
 from train import Config
 
@@ -108,10 +108,8 @@ def test_a_swap_costs_9_tokens_and_a_permutation_of_five_21():
 
 KINDS = [(Repl, {"moves": "swap"}, "8x1"), (Repl, {"n_vars": 9, "moves": "swap"}, "9x4"),
          (Repl, {"n_vars": 3}, "6x6"), (Repl, {}, "8x2:3"), (Parity, {}, "9"), (ListPerm, {"n_vars": 4}, "12"),
-         (ListPerm, {"n_vars": 9}, "6:2"), (Arith, {"digits": 1}, "12:3"), (Arith, {"digits": 3}, "4"),
-         (Breakpoints, {"n_vars": 4}, "12x3")]
+         (ListPerm, {"n_vars": 9}, "6:2"), (Arith, {"digits": 1}, "12:3"), (Arith, {"digits": 3}, "4")]
 SLOTS = {Repl: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
-         Breakpoints: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
          Parity: lambda task, memory: [memory["p"]],
          ListPerm: lambda task, memory: [x - 1 for x in memory["a"]]}     # the classes of a state, by hand
 
@@ -368,33 +366,28 @@ def test_no_stage_that_a_task_evaluates_of_itself_is_without_an_answer():
 # ----------------------------------------------------------------------------------------------------------
 # data.py: groups
 
-ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A4xZ5": 60, "A5": 60, "S5": 120, "S5swaps": 120}
+ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A5": 60, "S5": 120, "S5swaps": 120}
 
 
-@pytest.mark.parametrize("spell", [1, 3])
 @pytest.mark.parametrize("name", GROUPS)
-def test_groups_have_their_order_and_targets_are_products(name, spell):
+def test_groups_have_their_order_and_targets_are_products(name):
     """Each element moves points; a product is where they are after all of them, one after the other."""
-    task = Group(name, spell)
+    task = Group(name)
     mul = np.array(task.mul)
     assert len(set(task.elements)) == len(task.elements) == ORDERS[name]
     assert (np.sort(mul) == np.arange(ORDERS[name])).all()                # in no row is anything twice
     assert (mul == mul.T).all() == (name in ("Z2", "Z60"))                # abelian
     batch, _ = make(task, "40", 30)
-    assert batch.tokens.shape == (30, 1 + 40 * spell) and batch.tokens.max() < len(task.tokenizer)
-    assert (batch.tokens[:, 0] == 256).all()
-    for word, products in zip(batch.tokens[:, 1:] - 257, batch.target - 257):
+    assert batch.tokens.shape == (30, 41) and batch.tokens.max() < len(task.tokenizer)
+    assert (batch.tokens[:, 0] == 256).all() and not batch.asked[:, 0].any() and batch.asked[:, 1:].all()
+    for word, products in zip(batch.tokens[:, 1:] - 257, batch.target[:, 1:] - 257):
         points = list(range(len(task.elements[0])))
-        for i in range(40):
-            parts = [divmod(part, ORDERS[name]) for part in word[i * spell:(i + 1) * spell]]
-            assert parts == [(part, parts[0][1]) for part in range(spell)]
-            points = [task.elements[parts[0][1]][x] for x in points]
-            assert task.elements[products[(i + 1) * spell]] == tuple(points)
-    asked = np.isin(np.arange(1 + 40 * spell), np.arange(spell, 1 + 40 * spell, spell))
-    assert (batch.asked == asked).all() and (batch.line_end == asked).all()
-    assert (batch.target[~batch.asked] == PAD).all() and (batch.state[~batch.asked] == -1).all()
-    assert (batch.state[..., 0] == batch.target - 257)[batch.asked].all()
-    letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens - 257) if 0 <= i < ORDERS[name]]
+        for element, product in zip(word, products):
+            points = [task.elements[element][x] for x in points]
+            assert task.elements[product] == tuple(points)
+    assert (batch.line_end == batch.asked).all() and (batch.target[:, 0] == PAD).all()
+    assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 257).all()
+    letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens[:, 1:] - 257)]
     assert len(letters) == (10 if name == "S5swaps" else ORDERS[name])
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
 
@@ -487,13 +480,16 @@ def test_permutations_as_people_type_them_become_whole_lines(typed, line):
             Repl(3).line(typed)
 
 
-@pytest.mark.parametrize("n_vars", range(2, 10))
 @pytest.mark.parametrize("moves", ["swap", "perm"])
-def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(n_vars, moves):
-    train.check(Config(n_vars=n_vars, moves=moves))
-    kinds = {"perm": {2: "", 3: "2x1:2"}.get(n_vars, "2x1:2 2x1:3"), "swap": ""}[moves]
-    expected = f"{kinds} 2x1 4x2 16x2 32x4 64x8" if n_vars > 2 else "8x1 16x2 32x4 64x8"
-    assert Repl(n_vars, moves).curriculum == expected.strip()
+def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(moves):
+    for n_vars in range(2, 10):
+        task = Repl(n_vars, moves)
+        kinds = {"perm": {2: "", 3: "2x1:2"}.get(n_vars, "2x1:2 2x1:3"), "swap": ""}[moves]
+        expected = f"{kinds} 2x1 4x2 16x2 32x4 64x8" if n_vars > 2 else "8x1 16x2 32x4 64x8"
+        assert task.curriculum == expected.strip()
+        for stage in parse_stages(task.curriculum):
+            task.check(stage)
+            assert task.batch(0, "test", stage, 0, 1).asked.sum() == stage.length // stage.spacing
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -547,16 +543,20 @@ def unroll(code, arguments, **call):
 
 
 def settrace_states(row):
-    """The locals that sys.settrace sees in the function of a row, without repetitions: {name: value}."""
+    """The locals that sys.settrace sees in the function of a row, without repetitions: {name: value}.
+
+    With one statement a line, a line that follows itself is inside a comprehension: from Python 3.12 on, this
+    runs in the function's own frame, with its variables among the function's."""
     source = ast.unparse(ast.parse(row["source"]))                        # one statement a line
     returns = {x.lineno for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Return)}
-    scope, seen, name = {"__name__": "trace"}, [], row["call"].split("(")[0]
+    scope, seen, lines, name = {"__name__": "trace"}, [], [0], row["call"].split("(")[0]
     exec(compile(source, "<function>", "exec"), scope)
 
     def see(frame, event, _):
         if frame.f_code is not scope[name].__code__:
             return None
-        if event == "line" or event == "return" and frame.f_lineno not in returns:
+        lines.append(frame.f_lineno)
+        if event == "line" and lines[-1] != lines[-2] or event == "return" and frame.f_lineno not in returns:
             values = {}
             for name_, value in frame.f_locals.items():
                 with contextlib.suppress(ValueError, SyntaxError, TypeError):
@@ -598,6 +598,7 @@ def check(row):
 
 RIGHT = "right"
 STATES, NAME, SYNTAX = "other states", "NameError", "SyntaxError"
+LOCALS = "another output" if sys.version_info < (3, 13) else STATES       # a snapshot, from then on
 CHANGED = "a variable changed outside a line that ended"
 NASTY = [
     # control flow
@@ -626,6 +627,7 @@ NASTY = [
     ("x", "[3]", "if (x and\n        x.pop()): return x", RIGHT),
     ("xs", "[1, 2]", "it = iter(xs)\nif next(it) > 0: return next(it)", "AssertionError"),
     ("x", "[1]", "y = [z for z in x if (w := z)]\nreturn w", RIGHT),
+    ("x", "[1, 2]", "y = [x for x in x]\nreturn [y for y in x], y", RIGHT),
     # statements, as they were written
     ("x", "1", "a = x; b = 2; a, b = b, a\nif a: c = 1; d = 2\nreturn a; x = 3", RIGHT),
     ("xs", "[2]", "ys = [\n    y   # each\n    for y in xs\n]\nreturn (ys,\n        1)", RIGHT),
@@ -675,7 +677,7 @@ NASTY = [
     ("x", "3", "import functools\n@functools.cache\ndef g(y):\n    return y + x\nreturn g(1)", RIGHT),
     ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y", "ValueError"),
     ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "cannot be written"),
-    ("x", "3", "d = locals()\ny = 4\nreturn sorted(d)", "another output"),
+    ("x", "3", "d = locals()\ny = 4\nreturn sorted(d)", LOCALS),
     ("x", "[1, 2]", "g = (y * k for y in x)\nk = 3\nreturn sum(g)", RIGHT),
     ("x", "1", "exec('x = 2')\nreturn x", STATES),
     ("x", "1", "return len(locals())", "AssertionError"),
@@ -769,19 +771,19 @@ def test_outputs_are_compared_by_value():
     assert unroll(code, "16", output="{'a': 17}") == "its output is not what the row says"
 
 
-@pytest.mark.parametrize("n", [1000, pytest.param(5000, marks=slow)])
+@pytest.mark.parametrize("n", [400, pytest.param(5000, marks=slow)])
 def test_random_functions_have_the_states_that_settrace_sees(n):
     rng, lengths, words = random.Random(0), Counter(), Counter()
     for _ in range(n):
-        row = unroll(*data.random_function(rng))
+        row = unroll(*data.random_function(rng, "loops", 8))
         if isinstance(row, str):
             assert row.startswith("more than")
             continue
         check(row)
         lengths[min(row["steps"] // 10, 3)] += 1
-        words.update(set(re.findall(r"if|else|for|while|break|continue", row["source"])))
-    assert lengths.total() > 0.8 * n and min(lengths[i] for i in range(4)) > n / 50 < min(words.values())
-    assert len(words) == 6
+        words.update(set(re.findall(r"if|else|for|while", row["source"])))
+    assert lengths.total() > 0.5 * n and min(lengths[i] for i in range(4)) > n / 50 < min(words.values())
+    assert len(words) == 4
 
 
 @pytest.mark.skipif("CRUXEVAL" not in os.environ, reason="give the path of cruxeval.jsonl in CRUXEVAL")
@@ -799,34 +801,31 @@ def test_777_functions_of_cruxeval_have_the_states_that_settrace_sees(tmp_path):
 # Files
 
 HONEST = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
+LATE, SILENT = "more than 1 s", "its process gives no answer"
+TO_ALL_FILES = "    for fd in range(99):\n        try: os.write(fd, b'{}\\n')\n        except OSError: pass\n"
 HOSTILE = {
     "def f():\n    while True:\n        x = 1": "more than 50 steps",
-    "def f():\n    while True:\n        try: x = 1\n        except: pass": "more than 1 s",
-    "def f():\n    return any(iter(int, 1))": "more than 1 s",
-    "def f():\n    return 10**10**10": "more than 1 s",
-    "import time\ndef f():\n    time.sleep(99)": "more than 1 s",
-    "import signal\ndef f():\n    signal.raise_signal(signal.SIGSTOP)": "it ends its process",
-    "import os\ndef f():\n    while True:\n        os.fork()": "it raises PermissionError",
-    "import subprocess\ndef f():\n    return subprocess.run('true')": "it raises PermissionError",
-    "import socket\ndef f():\n    return socket.socket()": "it raises PermissionError",
-    "import os\ndef f():\n    os.kill(os.getppid(), 9)": "it raises PermissionError",
+    "def f():\n    while True:\n        try: x = 1\n        except: pass": LATE,
+    "def f():\n    return 10**10**10": LATE,
+    "import signal\ndef f():\n    signal.alarm(0)\n    signal.raise_signal(signal.SIGSTOP)": LATE,
+    "import os\ndef f():\n    while True:\n        os.fork()": "it raises TypeError",
+    "import subprocess\ndef f():\n    subprocess.Popen(['sleep', '99'])\n    return 1": "",
+    "import posix, time\ndef f():\n    if not posix.fork():\n        time.sleep(99)\n    return 1": "",
+    "import threading, time\ndef f():\n    threading.Thread(target=time.sleep, args=(99,)).start()": "",
     "import sys\ndef f():\n    sys.exit()": "it raises SystemExit",
-    "import os\ndef f():\n    os._exit(0)": "it ends its process",
-    "import os\ndef f():\n    os.abort()": "it ends its process",
+    "import os\ndef f():\n    os._exit(0)": SILENT,
+    "import os\ndef f():\n    os.abort()": SILENT,
+    "import os\ndef g():\n" + TO_ALL_FILES + "def f():\n    g()\n    return 1": SILENT,
+    "import os\ndef f():\n" + TO_ALL_FILES + "    os._exit(0)": SILENT,
+    "import os\ndef f():\n    os.closerange(0, 99)": SILENT,
     "def f():\n    return len('x' * 2**30)": "it raises MemoryError",
     "def f():\n    print('{\"trace\": 1}' * 99999)\n    return 1": "",
-    "import os\ndef g():\n    for fd in range(99):\n        try: os.write(fd, b'{}\\n' * 9)\n"
-    "        except OSError: pass\ndef f():\n    g()\n    return 1": "",
-    "import os\ndef f():\n    os.closerange(0, 99)": "",
     "def f():\n    return input()": "it raises EOFError",
     "def f():\n    open('file', 'w').write('y' * 2**24)": "it raises OSError",
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
     "def f():\n    return open('file').read()": "it raises FileNotFoundError",
-    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it ends its process",
-    "import threading, time\ndef f():\n    threading.Thread(target=time.sleep, args=(99,)).start()": "",
+    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it raises FileNotFoundError",
     "import builtins\ndef f():\n    builtins.locals = builtins.len = None": "it raises TypeError",
-    "import os\ndef f():\n    return [1, os.getpid()]": "it depends on how strings are hashed",
-    "def f():\n    return ''.join({'a', 'b', 'c', 'dd'})": "it depends on how strings are hashed",
 }
 
 
@@ -839,26 +838,71 @@ def write(path, rows):
     return path
 
 
-def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path, monkeypatch):
-    """Behind each is an honest one. All folders and processes are gone."""
+def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
+    """Behind each is an honest one. In the end all folders are gone, and all processes that worked there."""
     (tmp_path / "tmp").mkdir()
     rows = [row for code in HOSTILE for row in ({"code": code, "input": ""}, HONEST)]
     calls, out = write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl"
-    assert data.write_traces(calls, out, seconds=1) == 0
+    program = f"import data; data.write_traces({str(calls)!r}, {str(out)!r}, seconds=1)"
+    done = command("-c", program, cwd=HERE, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    assert done.returncode == 0 and "Error" not in done.stderr
     why = {row["line"]: row["reason"] for row in written(tmp_path / "out.rejected.jsonl")}
     expected = {2 * i + 1: reason for i, reason in enumerate(HOSTILE.values()) if reason}
     assert why == expected
     kept = [f"line {n}" for n in range(1, len(rows) + 1) if n not in expected]
     assert [row["id"] for row in written(out)] == kept
-    assert {row["output"] for row in written(out)[1::2]} <= {"2", "1", "None"}
+    assert {row["output"] for row in written(out)} == {"2", "1", "None"}
+    assert not any((tmp_path / "tmp").iterdir())
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):                                # it has ended since
+            assert str(tmp_path) not in os.readlink(process)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_child_that_is_killed_or_stopped_loses_no_row(how):
-    with contextlib.closing(data.Child(0, seconds=1)) as child:
-        row = child.ask("unroll", call={"id": 1, **HONEST})
-        os.kill(child.process.pid, how)
-        assert child.ask("unroll", call={"id": 1, **HONEST}) == row and row["output"] == "2"
+def no_limits(*_):
+    raise ValueError("not allowed to set a limit")
+
+
+def no_fork():
+    raise OSError("no more processes")
+
+
+def broken(call):
+    raise NameError("a fault of ours")
+
+
+@pytest.mark.parametrize("task, where, what, said", [
+    ("trace", "resource.setrlimit", no_limits, "not allowed to set a limit"),
+    ("trace", "os.fork", no_fork, "no more processes"), ("trace", "data.unroll", broken, "NameError"),
+    ("score", "resource.setrlimit", no_limits, "not allowed to set a limit")])
+def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(task, where, what, said, tmp_path,
+                                                                   monkeypatch, capsys):
+    if task == "trace":
+        path, words = write(tmp_path / "calls.jsonl", [HONEST]), ["--out", str(tmp_path / "out.jsonl")]
+    else:
+        path = write(tmp_path / "traces.jsonl", [data.unroll(ROW)])
+        completions = write(tmp_path / "said.jsonl", [{"id": "s/input/program", "completion": "[1, 2]"}])
+        words = ["--completions", str(completions)]
+    monkeypatch.setattr(where, what)
+    with pytest.raises(SystemExit, match="2"):
+        data.main([task, "--file", str(path), "--allow-exec", *words])
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+
+
+def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
+    """Even of code whose output depends on how strings are hashed."""
+    code = "def f():\n    return ''.join({'a', 'b', 'c', 'dd', 'e'})"
+    calls, found = write(tmp_path / "calls.jsonl", [{"code": code, "input": ""}, HONEST]), []
+    for seed in "12":
+        words = ["data.py", "trace", "--file", calls, "--allow-exec", "--out", tmp_path / f"{seed}.jsonl"]
+        assert command(*words, cwd=HERE, env={**os.environ, "PYTHONHASHSEED": seed}).returncode == 0
+        found.append((tmp_path / f"{seed}.jsonl").read_bytes())
+    assert found[0] == found[1] and len(written(tmp_path / "1.jsonl")) == 2
+    for out in calls, tmp_path / "1.jsonl":
+        before = out.read_bytes()
+        refused = command(*words[:-1], out, cwd=HERE)
+        assert refused.returncode == 2 and "exists" in refused.stderr and refused.stderr.count("\n") == 1
+        assert out.read_bytes() == before
 
 
 def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path, capsys):
@@ -886,9 +930,9 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path,
         (2, "line 2", "no JSON"), (4, "7/2", shape), (4, "7/3", "its output is not what the row says"),
         (4, "7/4", "no function"), (4, "7/6", shape), (5, "line 5", keys), (6, "line 6", keys),
         (7, "line 7", "it raises SyntaxError")]
-    assert "calls.jsonl, line 2: no JSON" in capsys.readouterr().err
+    assert "5 traces" in (said := capsys.readouterr().out) and "     2  a test that is not" in said
     for path in calls, tmp_path / "missing":
-        with pytest.raises(ValueError, match="exists|No such file"):
+        with pytest.raises(OSError, match="exists|No such file"):
             data.write_traces(path, out)
     with pytest.raises(ValueError, match="no traces; make some"):
         data.read_traces(calls)
@@ -896,10 +940,9 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path,
 
 def test_ctrl_c_leaves_whole_files(tmp_path):
     calls, out = write(tmp_path / "calls.jsonl", [HONEST] * 5000), tmp_path / "out.jsonl"
-    program = ("import signal, sys, data; signal.signal(signal.SIGINT, signal.default_int_handler); "  # nohup's
-               f"sys.exit(data.write_traces({str(calls)!r}, {str(out)!r}))")                    # is to ignore it
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=os.path.dirname(data.__file__), text=True,
-                               stdout=subprocess.PIPE)
+    words = [sys.executable, "data.py", "trace", "--file", calls, "--out", out, "--allow-exec"]
+    process = subprocess.Popen(words, cwd=HERE, text=True, stdout=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not out.exists() or out.stat().st_size < 1000:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -952,94 +995,102 @@ assert g([1, 2]) == ??
             ("input/trace", "xs = ??\nxs.pop()\nassert (xs) == [1]", '"ban", "an"')):
         text = data.prompt(row, kind)
         assert text.endswith(asked + "\n[/PYTHON]\n[ANSWER]\n") and f"[ANSWER]\n{said}\n[/ANSWER]\n" in text
-        before, answer, after = data.question(row, kind)
-        exec(before + answer + after, {})
+        answer = {"output": "[1]", "input": "[1, 2]"}[kind.split("/")[0]]
+        exec(data.question(row, kind).replace(data.HOLE, answer), {})
 
 
 LIAR = "(lambda T=type: T('L', (list,), {'__eq__': lambda a, b: True})([1, 2]))()"
+VERDICTS = {                                          # for g([1, 2]), which pops: right, wrong, unreadable
+    "output/program": (
+        ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[True]", "== [1]", "[1.0]",
+         "g( [1, 2] )==[1]", "```python\nassert g([1, 2]) == [1]\n```", "It is `[1]`.", "Answer: [1]",
+         "**Answer:** [1]", "[ANSWER]\n[1]\n[/ANSWER]", "It pops:\n\n[1]\nimport os",
+         "[1]\n\nBecause it pops.", "First `[9]`, then `[1]`", "```\n[9]\n```\nNo:\n```\n[1]\n```"],
+        ["[2]", "[1], 'no'", "assert g([1,2]) == [1], 'no'", "`[2]`", "[9]\n[1]"],
+        ["g([1, 2])", "[2] or True", "", "[1", "xs", "[1]) or (True", "[x for x in (1,)]", "(" * 999,
+         "assert g([9]) == [1]", '"".__class__.__base__', "[1] == [1]", "-" * 9999 + "1",
+         "{[1]: 2}", "\0", "\udc80"]),
+    "output/trace": (["[1]", " [1]\n", "assert xs == [1]", "xs == [1]", "(xs) == [1]"], ["[2]"],
+                     ["xs", "[1] or xs", "assert ys == [1]"]),
+    "input/program": (
+        ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "g([1, 3])==[1]", "g([1, 3])", "list(range(1, 3))",
+         "[1,2] # so", "[*dict(a=1).values(), lambda x: x]", "[1, '__']", "Sure\n[1, 2]",
+         "```\ng([1, 2])\n```", "Answer: [1, 5]", "[1, 2]) == [1]\nimport os #"],
+        ["[2, 1]", "[]", "1, 2", "4", "g([])"],
+        ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "[1])([2]", "", "nothing", LIAR,
+         "''.__class__.__class__", "(g := lambda x: [1])", "exit()", "[1]) == 0 #"]),
+    "input/trace": (
+        ["[1, 2]", "[1, None]", "xs = [1, 9]", "list(range(1, 3))", "`xs=[1, 2]`"],
+        ["[2, 1]", "[]", "1, 2", "ys = [1, 2]", "xs = len = [1, 2]"],
+        ["[1, 2]; xs = [1]", "(y := [1, 2])", LIAR]),
+}
 
 
-@pytest.mark.parametrize("kind, right, wrong", [
-    ("output/program",
-     ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[True]"],
-     ["[2]", "g([1, 2])", "[2] or True", "", "[1", "xs", "[1]) or (True", "[1], 'no'", "[x for x in (1,)]",
-      "(" * 999, "assert g([9]) == [1]", "assert g([1,2]) == [1], 'no'", '"".__class__.__base__',
-      "[1] == [1]", "[1]\nimport os"]),
-    ("output/trace",
-     ["[1]", " [1]\n", "assert xs == [1]"],
-     ["xs", "[2]", "[1] or xs", "assert ys == [1]"]),
-    ("input/program",
-     ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "xs=[1, 5]", "list(range(1, 3))", "[1,2] # so",
-      "[*dict(a=1).values(), lambda x: x]", "[1, '__']"],
-     ["[2, 1]", "[1]) == [1] or (1", "1, 2", "[1]) == 0 #", "assert g([1, 2]) == [2]", "[1]) == g([1", "[]",
-      "", LIAR, "''.__class__.__class__", "[1, 2]) == [1]\nimport os #"]),
-    ("input/trace",
-     ["[1, 2]", "[1, None]", "xs = [1, 9]", "list(range(1, 3))", "(y := [1, 2])"],
-     ["[2, 1]", "[1, 2]; xs = [1]", "[1, 2]\nimport os", "[]", "ys = [1, 2]", LIAR]),
+@pytest.mark.parametrize("kind", VERDICTS)
+def test_right_answers_are_accepted_and_no_others(kind):
+    row = data.unroll(ROW)
+    for verdict, said in zip(("right", "wrong", "unreadable"), VERDICTS[kind]):
+        assert {one: data.judge(row, kind, one) for one in said} == dict.fromkeys(said, verdict)
+
+
+@pytest.mark.parametrize("code, arguments, said, verdict", [
+    ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", "wrong"),
+    ("def f(x):\n    return x", "3", "3.0", "right"),
+    ("def f(x):\n    return x == 5", "5", "type('A', (), {'__eq__': lambda a, b: True})()", "unreadable"),
+    ("def f(x):\n    return x == 5", "5", "1) == f(1", "unreadable"),
+    ("def f(a, b):\n    return a - b", "5, b=3", "7, 5", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5)", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "[7, 5]", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "f(7, 5) == 2", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong"),
+    ("def f(a, b=2):\n    return a[0]", "[1]", "[1]", "right"),
+    ("def g(x):\n    return 2\ndef f(x):\n    return g(x) + x", "2", "(g := lambda x: 4) and 0",
+     "unreadable"),
+    ("def get_answer(x):\n    return x", "2", "2", "right"),
+    ("def f(x):\n    return x", "{3, 1}, ", "{1, 3}", "right"),
 ])
-def test_right_answers_are_accepted_and_no_others(kind, right, wrong):
-    with contextlib.closing(data.Child(0)) as child:
-        row = data.unroll(ROW)
-        assert [said for said in right if not data.judge(child, row, kind, said)] == []
-        assert [said for said in wrong if data.judge(child, row, kind, said)] == []
+def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, verdict):
+    assert data.judge(unroll(code, arguments), "input/program", said) == verdict
 
 
-@pytest.mark.parametrize("code, arguments, said, right", [
-    ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", False),
-    ("def f(x):\n    return x", "3", "3.0", True),
-    ("def f(x):\n    return x == 5", "5", "type('A', (), {'__eq__': lambda a, b: True})()", False),
-    ("def f(x):\n    return x == 5", "5", "1) == f(1", False),
-    ("def f(a, b):\n    return a - b", "5, b=3", "7, 5", True),
-    ("def f(a, b):\n    return a - b", "5, b=3", "b=1, a=3", True),
-    ("def f(a, b):\n    return a - b", "5, b=3", "(7, 5), 1", False),
-    ("def g(x):\n    return 1\ndef f(x):\n    return g(x)", "2", "(g := lambda x: 2)", True),
-    ("def g(x):\n    return x\ndef f(x):\n    return g(1)", "2", "(g := lambda x: 1)", True),
-    ("def g(x):\n    return 2\ndef f(x):\n    return g(x) + x", "2", "(g := lambda x: 4) and 0", False),
-    ("def get_answer(x):\n    return x", "2", "2", True),
-])
-def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, right):
-    with contextlib.closing(data.Child(0)) as child:
-        row = data.unroll({"id": 0, "code": code, "input": arguments})
-        assert data.judge(child, row, "input/program", said) == right
-
-
-def test_prompts_are_written_and_completions_scored_by_length(tmp_path, capsys):
-    data.write_functions(30, tmp_path / "t.jsonl")
-    data.write_functions(30, tmp_path / "same.jsonl")
-    assert (tmp_path / "t.jsonl").read_text() == (tmp_path / "same.jsonl").read_text()
-    rows = data.read_traces(tmp_path / "t.jsonl")
-    data.write_prompts(tmp_path / "t.jsonl", tmp_path / "p.jsonl")
+def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
+    """The true answers of 30 functions made at random are right."""
+    made = data.random_rows(random.Random(0), "loops", 4)
+    rows = [{**row, "id": i} for i, row in enumerate(itertools.islice(made, 30))]
+    data.write_prompts(write(tmp_path / "t.jsonl", rows), tmp_path / "p.jsonl")
     prompts = written(tmp_path / "p.jsonl")
     assert len({p["id"] for p in prompts}) == len(prompts) == 120
     said = []
-    for row in rows:
-        for kind in data.EXAMPLES:
-            answer = data.question(row, kind)[1] if row["steps"] <= 5 else "("
-            said.append({"id": f"{row['id']}/{kind}", "completion": answer})
+    for row, kind in itertools.product(rows[:29], VERDICTS):
+        answer = row["output"] if kind.startswith("output") else row["call"][2:-1]
+        said.append({"id": f"{row['id']}/{kind}", "completion": answer if row["id"] else "("})
     data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", said))
-    found = re.findall(r"(\S+) +up to +(\d+) steps: (\d+) of (\d+) right", capsys.readouterr().out)
-    assert sum(int(n) for *_, n in found) == 120 and {kind for kind, *_ in found} == set(data.EXAMPLES)
-    for _, steps, right, asked in found:
-        assert right == (asked if int(steps) <= 5 else "0")
-    for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", "[]":
-        with pytest.raises(ValueError, match="line 1: give the id of a prompt"):
+    for line in capsys.readouterr().out.splitlines():
+        assert re.fullmatch(r"\S+ +28 right, 0 wrong, 1 unreadable, 1 without an answer", line)
+    for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", "[]", '{"id": "1/input/trace"}':
+        with pytest.raises(ValueError, match="line 1: give a completion"):
             data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [bad]))
+    with pytest.raises(ValueError, match="line 2: give a completion, and a prompt's id, once"):
+        data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [said[1]] * 2))
+    with pytest.raises(ValueError, match="two rows have the same id"):
+        data.score(write(tmp_path / "t.jsonl", [rows[0]] * 2), tmp_path / "said.jsonl")
 
 
 # ----------------------------------------------------------------------------------------------------------
 # The task
 
 def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_path):
-    data.write_functions(300, tmp_path / "t.jsonl")
-    rows = {row["trace"]: row for row in data.read_traces(tmp_path / "t.jsonl")}
+    rows = list(itertools.islice(data.random_rows(random.Random(0), "loops", 6), 300))
+    write(tmp_path / "t.jsonl", rows)
+    rows = {row["trace"]: row for row in rows}
     everywhere, sources = data.Stage(51, 1, "1"), {}
-    stored, made = data.Trace(trace_file=tmp_path / "t.jsonl"), data.Trace()
+    stored, made = data.Trace(trace_file=tmp_path / "t.jsonl"), data.Trace(code="loops")
     for task, stage in (stored, everywhere), (made, data.Stage(8, 1, "4")):
         for split in "train", "test":
             same = [[task.draw(random.Random(5), stage, split) for _ in range(2)] for _ in range(2)]
             assert same[0] == same[1]
             rng = random.Random(0)
-            drawn = [task.draw(rng, stage, split) for _ in range(60)]
+            drawn = [task.draw(rng, stage, split) for _ in range(25)]
             sources[split] = {"".join(line.text for line in lines) for lines in drawn}
             for lines in drawn:
                 *told, last = lines
@@ -1056,23 +1107,21 @@ def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_pa
         programs = {split: {re.sub("^[abcxyst, ]+ = .*\n", "", text).rpartition(" == ")[0] for text in texts}
                     for split, texts in sources.items()}                  # without arguments and output
         assert not programs["train"] & programs["test"]
-        assert len(sources["train"]) > 40 < 4 * len(sources["test"])
+        assert len(sources["train"]) > 16 < 4 * len(sources["test"])
     with pytest.raises(ValueError, match="no such traces"):
         stored.draw(rng, data.Stage(99), "test")
 
 
 @pytest.mark.parametrize("code, never, sometimes", [
-    ("ints", r"if|for|while|\*|\b[xyst]\b", r"max\(.*\+= \d"),
-    ("ints+branches", r"for|while|\*|\b[xyst]\b", "    if .*    else:"),
-    ("ints+loops", r"if|\*|\b[xyst]\b", "    while .*    for . in range"),
-    ("ints+lists+strings", r"if |    for|while|\*", "append.*replace"),
-    ("all", "import", r"    for . in [xy].* \* "),
-])
-def test_functions_are_of_the_kinds_of_code_asked_for(code, never, sometimes):
+    ("ints", "if|for|while", r"max\(.*\+= \d"),
+    ("branches", "for|while", "    if .*    else:"),
+    ("loops", "import", "    while .*    for . in range.*    if ")])
+def test_functions_are_of_the_kind_of_code_asked_for(code, never, sometimes):
     rng = random.Random(0)
-    bodies = [data.random_function(rng, code, 12)[0].partition(":\n")[2] for _ in range(300)]
-    text = "\n".join(bodies)
+    text = "\n".join(data.random_function(rng, code, 12)[0].partition(":\n")[2] for _ in range(300))
     assert not re.search(never, text) and re.search(sometimes, text, re.S)
+    with pytest.raises(ValueError, match="choose one of ints, branches, loops"):
+        data.Trace(code="int")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1080,8 +1129,39 @@ def test_functions_are_of_the_kinds_of_code_asked_for(code, never, sometimes):
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VERSION = [int(x) for x in kernels.triton.__version__.split(".")[:2]] if kernels.triton else [0, 0]
-triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, and not too old a one")
+triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, not too old")
 GATES = (None, -1e-3, -0.3, LOG_MIN, -40)        # means of log-gates; the last one is clamped
+SPREAD = {"identical": 0, "collinear 1e-6": 1e-6, "collinear 1e-3": 1e-3}
+EXAMPLES = ("random", "unnormalised", *SPREAD, "transpositions", "zero")
+TOLERANCE = {**kernels.TOLERANCE, torch.float64: 1e-12, torch.float16: 1e-3}
+
+
+def example(kind, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, device="cpu"):
+    """Inputs as of kernels.swaps (kind "transpositions"), or with other keys: nearly collinear or identical
+    ones (parity), with beta 2; random ones, with other betas (random, unnormalised), or beta 0 (zero)."""
+    q, k, v, beta, g, state = swaps(B, T, H, K, V, gate, torch.float64)
+    rng = torch.Generator().manual_seed(1)
+    keys, uniform = torch.randn(k.shape, generator=rng), torch.rand(B, T, H, 1, generator=rng)
+    if kind in SPREAD:
+        keys = keys[:, :1] + SPREAD[kind] * keys
+    elif kind != "transpositions":
+        beta = (0 if kind == "zero" else 2) * uniform[..., 0]
+    if kind != "transpositions":
+        k = F.normalize(keys, dim=-1) * (5 * uniform if kind == "unnormalised" else 1)
+    wide = torch.promote_types(dtype, torch.float32)
+    inputs = [x.to(device, dtype) for x in (q, k, v, beta)]
+    return inputs + [x if x is None else x.to(device, wide) for x in (g, state)]
+
+
+def tolerance(kind, name, dtype, T, gate):
+    """The allowed error of a tensor after T steps. The state is fp32 for inputs of any dtype. (Nearly) equal
+    keys (beta is 2) lose more, and even more in longer chunks; so does dg where gates forget nearly all."""
+    limit = TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
+    if dtype != torch.float64 and kind in SPREAD:
+        limit = max(limit, 4e-4)
+    if dtype != torch.float64 and name == "dg" and gate <= LOG_MIN:
+        limit = max(limit, 5e-4)
+    return limit
 
 
 def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_state=True, one_gate=False,
@@ -1094,7 +1174,7 @@ def right(backend, kind, T, gate=None, K=12, V=7, dtype=torch.float32, with_stat
     if not with_state:
         inputs[5] = None
     found = compare(inputs, backend, **options)
-    beyond = {name: x for name, x in found.items() if not x <= kernels.tolerance(kind, name, dtype, T)}
+    beyond = {name: x for name, x in found.items() if not x <= tolerance(kind, name, dtype, T, gate)}
     assert not beyond, (kind, T, gate, K, V, beyond)
 
 
@@ -1224,14 +1304,8 @@ def test_65536_reflections_keep_the_state(dtype):
 
 @pytest.mark.parametrize("kind, limit", [("transpositions", 1e-4), ("collinear 1e-3", 1e-3)])
 def test_4096_reflections_along_other_keys_keep_the_state(kind, limit):
-    """Keys in bf16, which a state that is read through bf16 does not survive: see plot.py's accuracy."""
-    assert kernels.drift(kind, {"ours": delta_rule}, marks=(4096,))["ours"][0] < limit
-
-
-@slow
-@pytest.mark.parametrize("kind", kernels.DRIFT_KINDS)
-def test_65536_reflections_along_other_keys_keep_the_state(kind):
-    assert kernels.drift(kind, {"ours": delta_rule})["ours"][0] < 5e-3
+    """Keys in bf16. A state that is read through bf16 is 3 % off here."""
+    assert kernels.drift(example(kind, 1, 4096, 16, dtype=torch.bfloat16)[:4], "torch") < limit
 
 
 def test_without_the_projector_form_bf16_keys_would_explode_or_die():
@@ -1270,13 +1344,19 @@ def test_autocast_changes_nothing_forward_or_backward():
 @pytest.mark.parametrize("gate", [None, -0.3])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_kernels_equal_the_loop_forward_and_backward(kind, gate):
-    right("triton", kind, 20, gate, 20, 24)
+    right("triton", kind, 17, gate, 5, 7)                                 # a chunk of 16, and one step
 
 
 @triton_is_here
-@pytest.mark.parametrize("gate", [None, LOG_MIN, -40])
+@pytest.mark.parametrize("gate", [None, -0.3])
+def test_kernels_equal_the_loop_where_keys_and_values_are_wider_than_a_tile(gate):
+    right("triton", "random", 20, gate, 20, 24)
+
+
+@triton_is_here
+@pytest.mark.parametrize("gate", [None, -40])
 def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
-    right("triton", "transpositions", 20, gate, 16, 16, torch.bfloat16)
+    right("triton", "transpositions", 17, gate, 16, 16, torch.bfloat16)
     right("triton", "unnormalised", 17, gate, 16, 16, one_gate=gate is not None)
 
 
@@ -1285,7 +1365,7 @@ def test_kernels_equal_the_loop_with_bf16_inputs_and_strong_gates(gate):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("K, V", [(2, 3), (16, 16), (24, 32), (64, 40), (128, 20)])
 def test_kernels_equal_the_loop_for_every_width_and_length(K, V, dtype):
-    gates = GATES if dtype == torch.float32 else GATES[:-1]               # where all is forgotten, dg is noise
+    gates = GATES if dtype == torch.float32 else GATES[:-1]              # where all is forgotten, dg is noise
     lengths = itertools.cycle((1, 100, 16, 17, 2, 33, 20))                # 7 of them, beside 4 or 5 gates
     for (kind, gate), T in zip(itertools.product(EXAMPLES, gates), lengths):
         right("triton", kind, T, gate, K, V, dtype, with_state=T != 16)
@@ -1302,7 +1382,7 @@ def test_kernels_equal_the_loop_after_1000_steps(kind, gate):
 @triton_is_here
 def test_kernels_carry_a_state_in_pieces_and_token_by_token():
     """Without gradients, and from tensors that are not contiguous: every second step of a longer sequence."""
-    longer = example("random", 1, 46, 2, 16, 24, -0.3, torch.float32, DEVICE)
+    longer = example("random", 1, 14, 2, 16, 24, -0.3, torch.float32, DEVICE)
     inputs = [x[:, ::2] for x in longer[:5]]
     truth, _ = delta_rule(*(x.double() for x in inputs), backend="loop")
     for length in (1, 5):
@@ -1314,49 +1394,25 @@ def test_kernels_carry_a_state_in_pieces_and_token_by_token():
 
 
 @triton_is_here
-def test_kernels_get_what_they_need_on_its_device_and_save_only_for_a_backward(monkeypatch):
-    given, seen = [], []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: given.append(args)
+def test_kernels_run_on_the_gpu_of_their_tensors(monkeypatch):
+    seen = []
 
     def device_of(x):
-        seen.append(x)
+        seen.append(x.data_ptr())
         return contextlib.nullcontext()
-    for name in ("forward_kernel", "backward_state_kernel", "backward_inputs_kernel"):
-        monkeypatch.setattr(kernels, name, Kernel())
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    inputs = [x.to(DEVICE) for x in example("random", dtype=torch.bfloat16)[:4]]
-    delta_rule(*inputs, backend="triton")
-    o, _ = delta_rule(inputs[0].requires_grad_(), *inputs[1:], backend="triton")
+    q, k, v, beta = example("random", 1, 2, 1, 3, 3, dtype=torch.float32, device=DEVICE)[:4]
+    o, _ = delta_rule(q.requires_grad_(), k, v, beta, backend="triton")
     o.sum().backward()
-    saved = [args[8:12] for args in given[:2]]                            # m, starts, x, d
-    assert saved[0] == (None,) * 4 and None not in saved[1]
-    assert len(given) == 4 and all(x.dtype == torch.bfloat16 for args in given for x in args[:2])
-    assert len(seen) == 3 and all(x.data_ptr() == inputs[1].data_ptr() for x in seen)
+    assert seen == [k.data_ptr()] * 2                                     # forward and backward
 
 
-@triton_is_here
-def test_the_rows_that_main_prints_are_printed(capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "EXAMPLES", ["random", "transpositions"])
-    kernels.check(DEVICE, "triton", torch.bfloat16, 16, 24, lengths=(2,))
-    kernels.clock(DEVICE, torch.float32, (1, 20, 1, 16), ("loop", "torch"))
-    row, times = capsys.readouterr().out.splitlines()
-    assert row.startswith("triton torch.bfloat16 16, 24") and len(row.split()) == 4 + len(TENSORS)
-    assert len(times.split()) == 8
+def test_the_clock_prints_two_times_of_each_backend(capsys):
+    kernels.clock((1, 20, 1, 16), torch.float32, DEVICE, ("loop", "torch"))
+    assert re.fullmatch(r" *\(1, 20, 1, 16\)( +[\d.]+){4}\n", capsys.readouterr().out)
 
 
 # Which backend: what the kernels cannot do, and what auto does where they raise or are wrong
-
-@triton_is_here
-def test_what_the_kernels_cannot_do_is_said():
-    q, k, v, beta, _, _ = example("random", T=3, K=16, V=200, dtype=torch.float32)
-    with pytest.raises(ValueError, match="200 wide.*take 128; use 'torch'"):
-        delta_rule(q, k, v, beta, backend="triton")
-    with pytest.raises(ValueError, match="fp32"):
-        delta_rule(q.double(), k, v[..., :16].double(), beta, backend="triton")
-
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
@@ -1369,25 +1425,19 @@ def pretend_gpu(monkeypatch):
 
 
 @triton_is_here
-def test_auto_takes_kernels_that_it_has_tried_out_wherever_it_is_called(pretend_gpu):
-    for context in (torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16)):
-        with context:                                                     # torch.device: set_default_device
-            found = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
-        assert found == ("triton", "kernels for this GPU")
-
-
-@triton_is_here
-def test_the_trial_is_of_swaps_with_and_without_gates_and_gradients(pretend_gpu):
+def test_auto_tries_swaps_with_and_without_gates_and_gradients_wherever_it_is_called(pretend_gpu):
     tried = set()
     apply = kernels.DeltaRuleTriton.apply
 
     def watched(q, k, v, beta, g, S):
         assert (k != 0).sum(-1).max() == 2 and beta.min() == 2 and S.abs().min() > 0
-        tried.add((k.shape[1], g is not None, k.requires_grad and torch.is_grad_enabled()))
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16            # not widened on the way
+        tried.add((k.shape[1], g is not None, k.requires_grad))
         return apply(q, k, v, beta, g, S)
     pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", watched)
-    with torch.no_grad():
-        assert kernels.resolve_backend("auto", "cuda") == ("triton", "kernels for this GPU")
+    with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        found = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
+    assert found == ("triton", "kernels for this GPU")
     assert tried == set(itertools.product((1, 40), (False, True), (False, True)))
 
 
@@ -1404,27 +1454,24 @@ def test_auto_leaves_kernels_that_raise_and_says_why(pretend_gpu, error):
     assert kernels.resolve_backend("triton", "cuda") == ("triton", "as asked")   # not tried: it raises later
 
 
+class Scaled(torch.autograd.Function):
+    """Right forward, 10 % too large backward."""
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, dx: 1.1 * dx)
+
+
 @triton_is_here
-@pytest.mark.parametrize("broken, name", [(lambda o, S: (2 * o, S), "o"),
-                                          (lambda o, S: (o, S + S.bfloat16() - S), "state")])
-def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, broken, name):
-    """Even if only the state is, and only by a rounding to bf16."""
+@pytest.mark.parametrize("name, before, after", [
+    ("o", lambda k: k, lambda o, S: (2 * o, S)), ("dk", Scaled.apply, lambda o, S: (o, S)),
+    ("state", lambda k: k, lambda o, S: (o, S + S.bfloat16() - S))])
+def test_auto_leaves_kernels_that_are_wrong(pretend_gpu, name, before, after):
+    """Even if only the state is, and only by a rounding to bf16, or only one gradient."""
     apply = kernels.DeltaRuleTriton.apply
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda *args: broken(*apply(*args)))
+    broken = lambda q, k, *rest: after(*apply(q, before(k), *rest))
+    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", broken)
     with pytest.warns(match=f"on this GPU, {name} is off by"):
         backend, why = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
     assert backend == "torch" and why.startswith(f"not triton: on this GPU, {name} is off by")
-
-
-@triton_is_here
-def test_auto_leaves_kernels_with_a_wrong_gradient(pretend_gpu):
-    class Doubled(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: x.clone())
-        backward = staticmethod(lambda ctx, dx: 1.1 * dx)
-    apply = kernels.DeltaRuleTriton.apply
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", lambda q, k, *rest: apply(q, Doubled.apply(k), *rest))
-    with pytest.warns(match="on this GPU, dk is off by"):
-        assert kernels.resolve_backend("auto", "cuda")[0] == "torch"
 
 
 @triton_is_here
@@ -1438,6 +1485,7 @@ def test_auto_says_what_is_missing(monkeypatch):
         with pytest.raises(ValueError, match=why):
             kernels.resolve_backend("triton", "cuda", **shape)
     torch_because("heads are 256 wide, the kernels take 128", V=256)
+    torch_because("the kernels compute in fp32", dtype=torch.float64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch_because("this machine, or this torch, has no CUDA GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -1516,7 +1564,7 @@ def in_floats(automaton):
 
 
 def sample(automaton, rng, queries):
-    """Walk: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
+    """A walk of the automaton: queries (B, L), by number -> symbols (B, L), states (B, L+1)."""
     allowed = np.array([query[automaton.Z[query].argmax(0)] for query in automaton.queries])   # (queries, m)
     B, L = np.shape(queries)
     symbols, states = np.empty((B, L), int), np.empty((B, L + 1), int)
@@ -1583,7 +1631,7 @@ def test_the_papers_numbers_come_out_exactly():
     mass = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 4])[0, ::2].sum(1)
     assert mass.tolist() == [1, 0.5, 0.25, 0.125, 0.0625]
     H = pfsa.marginal_filter(3, [FIGURE_10 * 3])[0, ::2]
-    assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125]
+    assert H[:, 2, 2].tolist() == [1, 0.5, 0.25, 0.125] and H[:, 1, 1].tolist() == [1] * 4
     nine_in_ten = pfsa.PFSA([[[0.9, 0.9], [0.1, 0.1]]] * 2, np.eye(2), [0.9, 0.1])
     assert f"{pfsa.linear_filter(nine_in_ten, [[0] * 100])[0, -1].sum():.3g}" == "2.66e-05"
 
@@ -1734,7 +1782,7 @@ def test_hidden_batches_are_pure_and_test_programs_are_never_trained_on():
     (lambda: pfsa.MaybeSwaps(3, states="transformer"), "--states transformer: the state is hidden"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 2, "often")), "write LxS, or Lx2:forced"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "for evaluation; train on 8x2")])
+    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation; train on 8x2")])
 def test_bad_settings_of_hidden_branches_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
         make()
@@ -1793,13 +1841,6 @@ def test_the_short_convolution_is_a_sum_over_the_last_tokens():
     want = x + sum(conv.weight[i] * past[:, i:i + 9] for i in range(4))
     torch.testing.assert_close(y, want)
     assert torch.equal(state, x[:, -3:])
-
-
-def test_without_a_convolution_there_are_no_such_parameters():
-    bare, tokens = build("deltanet", conv=0), torch.randint(262, (2, 30))
-    assert not sum(p.numel() for name, p in bare.named_parameters() if "conv" in name)
-    with torch.no_grad():
-        assert (models.in_pieces(bare, tokens, 7) - bare(tokens)[0]).abs().max() < 1e-4
 
 
 def transitions(model, beta_max):
@@ -1895,11 +1936,6 @@ def test_siblings_meet():
     assert torch.allclose(kda(tokens)[0], gated(tokens)[0], atol=1e-5)
     S = transitions("linear_attention", 2.0)
     assert torch.allclose(S, torch.eye(32, dtype=torch.float64).expand_as(S))
-
-
-def test_a_plus_alternates_mixers():
-    kinds = [type(block.mixer).__name__ for block in build("deltanet+lstm", n_layer=4).blocks]
-    assert kinds == ["DeltaNet", "Recurrent", "DeltaNet", "Recurrent"]
 
 
 def test_p2s_transformer_has_as_many_parameters_as_published():
@@ -2043,21 +2079,6 @@ def test_the_contrastive_head_finds_states_and_lines(kind, L):
         assert lm.to_state.loss(lm, told, batch).item() == pytest.approx(np.mean(nats), rel=1e-4)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_every_state_head_teaches_a_model(head):
-    """Forty steps on one batch: its own loss falls, and reaches into the model."""
-    batch = batch_of(data.ListPerm(3, states=head), Stage(3), 8)
-    lm = models.LM(small("deltanet", states=head), len(data.Tokenizer()), 3, 3)
-    optimizer, nats = torch.optim.AdamW(lm.parameters(), 1e-2), []
-    for _ in range(40):
-        loss = lm.to_state.loss(lm, lm(batch.tokens)[0], batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        nats.append(loss.item())
-    assert nats[-1] < nats[0] - 0.1 and lm.embed.weight.grad.abs().sum() > 0
-
-
 # The DeltaNet whose weights are written by hand, against the memory of the Python that executed the trace
 
 def by_hand_against_python(n_vars, places, stage):
@@ -2195,37 +2216,16 @@ def test_accuracy_with_states_in_the_text_is_that_of_traces_that_a_model_writes_
     assert accuracy == np.mean([model.writes(text) == text for text in texts]) == (not slips)
 
 
-class Oracle(torch.nn.Linear):
-    """A "model" that knows the next token (ahead=1) or repeats the present one (ahead=0)."""
+class Knows(torch.nn.Module):
+    """A "model" that knows the answers of a batch whose numbers, within their trace, are in `known`."""
 
-    def __init__(self, ahead):
-        super().__init__(1, 1)
-        self.ahead = ahead
-
-    def __call__(self, tokens, state):
-        return F.one_hot(tokens.roll(-self.ahead, 1), 400).float(), state
-
-    def head(self, hidden):
-        return hidden
-
-
-@pytest.mark.parametrize("task, answers", [(Repl(), 3), (Parity(), 1), (Arith(2), 1)])
-def test_the_score_is_about_the_tokens_before_an_answers(task, answers):
-    stage = Stage(6, 2) if answers == 3 else Stage(6)
-    for ahead in (1, 0):
-        row = train.evaluate(Oracle(ahead), task, stage, Config(eval_samples=20))
-        assert row == {"stage": str(stage), "accuracy": ahead, "final": ahead, "by_answer": [ahead] * answers}
-
-
-class RightAtTheEnd(torch.nn.Module):
-    """Knows the last answer of each trace of a batch, and no other."""
-
-    def __init__(self, batch):
+    def __init__(self, batch, known):
         super().__init__()
         self.head, said = torch.nn.Identity(), batch.target + 1
-        for trace, asked in enumerate(batch.asked):
-            last = np.flatnonzero(asked)[-1]
-            said[trace, last] = batch.target[trace, last]
+        number = batch.asked.cumsum(1) - 1
+        for i in known:
+            right = batch.asked & (number == i)
+            said[right] = batch.target[right]
         self.said = F.one_hot(torch.tensor(said)).float()
 
     def forward(self, tokens, state):
@@ -2234,8 +2234,14 @@ class RightAtTheEnd(torch.nn.Module):
 
 def test_the_final_accuracy_is_that_of_the_last_answer_in_the_test_split():
     task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16, batch_size=16)
-    row = train.evaluate(RightAtTheEnd(task.batch(cfg.seed, "test", stage, 0, 16)), task, stage, cfg)
-    assert row["by_answer"] == [0, 0, 0, 1] and row["final"] == 1 and row["accuracy"] == 0.25
+    batch = task.batch(cfg.seed, "test", stage, 0, 16)
+    assert train.evaluate(Knows(batch, [3]), task, stage, cfg) == {
+        "stage": "8x2", "accuracy": 0.25, "final": 1, "by_answer": [0, 0, 0, 1]}
+    task, stage = ListPerm(3), Stage(4)
+    batch = task.batch(cfg.seed, "test", stage, 0, 16)
+    tokens = batch.asked[0].sum()                                         # of its one answer
+    for known, accuracy in (range(tokens), 1), (range(tokens - 1), 0):
+        assert train.evaluate(Knows(batch, known), task, stage, cfg)["by_answer"] == [accuracy]
 
 
 @pytest.mark.parametrize("task, stage", [(Repl(), "24x1"), (Group("S3"), "24"), (Parity(states="text"), "24:5"),
@@ -2269,7 +2275,6 @@ def test_each_parameter_has_one_optimizer_and_muon_has_the_blocks_matrices(model
 
 TINY = ("--n-vars 3 --d-model 32 --batch-size 8 --warmup 16 --cooldown 32 --max-samples 96 --eval-samples 8 "
         "--eval-at 4x2 --device cpu --curriculum 4x1 --eval-every 5").split()                 # 12 steps
-ENDLESS = ["--advance", "1", "--max-samples", "1000000"]
 
 
 def go(tmp_path, *args):
@@ -2349,11 +2354,6 @@ def test_the_learning_rate_rises_stays_and_falls_from_when_the_last_stage_is_pas
     assert rates[25] == pytest.approx(5e-4) and all(a > b for a, b in zip(rates[20:], rates[21:]))
 
 
-def test_a_short_run_spends_at_most_a_third_on_its_cooldown(tmp_path):
-    assert go(tmp_path, "--max-samples", 40, "--cooldown", 2560, "--warmup", 320) == 0
-    assert result_of(only(tmp_path))["samples"] == 40
-
-
 def test_the_loss_is_the_weighted_sum_of_its_terms(tmp_path, monkeypatch):
     seen, honest = [], torch.Tensor.backward
     terms_of = train.losses
@@ -2395,35 +2395,15 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, c
     assert a["optimizers"] == b["optimizers"] == []                       # a finished run needs none
 
 
-def test_a_stage_takes_its_samples_whatever_the_size_of_a_batch(tmp_path):
-    go(tmp_path, "--stage-samples", 100, "--curriculum", "3x1 4x1 4x2", "--max-samples", 300, "--advance", 1)
-    result = result_of(only(tmp_path))
-    assert [(row["stage"], row["samples"]) for row in result["passed"]] == [("3x1", 104), ("4x1", 208)]
-    assert result["reached"] == "4x2" and result["samples"] == 304
-
-
-def watch(*args):
-    """Start a run and wait for its second report, after a checkpoint. -> the process."""
-    run = subprocess.Popen([sys.executable, "-u", str(HERE / "train.py"), *map(str, args)], text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    reports = 0
-    while reports < 2:
-        reports += run.stdout.readline().startswith("step")
+def test_ctrl_c_ends_a_run_with_130_and_says_that_it_can_go_on(tmp_path):
+    run = subprocess.Popen([sys.executable, "-u", HERE / "train.py", *TINY, "--max-samples", "1000000", "--advance", "1",
+                            "--out", tmp_path], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not run.stdout.readline().startswith("step 10"):                # after the checkpoint of step 5
         assert run.poll() is None, run.stderr.read()
-    return run
-
-
-def test_ctrl_c_and_kill_leave_a_checkpoint_to_go_on_from(tmp_path):
-    args = [*TINY, *ENDLESS, "--out", str(tmp_path)]
-    run = watch(*args)
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130 and "Traceback" not in err and "the same command goes on" in out
-    before = train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"]
-    run = watch(*args)
-    run.kill()
-    run.communicate()
-    assert train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"] >= before >= 5
+    assert train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"] >= 5
 
 
 def test_a_process_killed_inside_a_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
@@ -2501,13 +2481,6 @@ def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
     assert done.returncode == 0, done.stderr
     assert sorted(result_of(folder)["seed"] for folder in tmp_path.iterdir()) == [0, 1, 2]
     assert done.stdout.count("\nrun ") + done.stdout.startswith("run ") == 3
-
-
-def test_bf16_learns_too(tmp_path):
-    """All but the scan's state in bf16: three variables, where chance is 33 %."""
-    assert go(tmp_path, "--dtype", "bf16", "--moves", "swap", "--max-samples", 6000, "--cooldown", 320,
-              "--eval-at", "4x1", "--eval-samples", 64, "--eval-every", 100) == 0
-    assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("n_vars, moves, easier", [
@@ -3069,14 +3042,11 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     shutil.copytree(HERE / "assets", "assets")
     monkeypatch.setattr(train, "Config", small_config())
     monkeypatch.setattr(pfsa.MaybeSwaps, "stage_samples", 16)
-    rng = random.Random(0)
-    calls = [dict(zip(("code", "input"), data.random_function(rng)), id=f"call_{i}") for i in range(20)]
+    calls = [{"id": f"call_{i}", "code": f"def f(x):\n    return x + {i}", "input": "1"} for i in range(5)]
     Path("cruxeval.jsonl").write_text("\n".join(map(json.dumps, calls)))
-    Path("said.jsonl").write_text('{"id": "call_0/output/trace", "completion": "1"}')
     monkeypatch.setattr(sys, "stdin", io.StringIO("print('a', a)\n"))
-    monkeypatch.setattr(kernels, "drift", lambda kind, scans, *args, **options: dict.fromkeys(scans, [0.0]))
-    monkeypatch.setattr(kernels, "clock", lambda *args: None)             # tested above
-    monkeypatch.setattr(kernels.check, "__defaults__", (16, 16, (17,)))   # K, V, lengths
+    monkeypatch.setattr(kernels, "drift", lambda *args: 0.0)              # tested above
+    monkeypatch.setattr(kernels, "clock", lambda *args: None)
     mains = {f"{module.__name__}.py": module.main for module in (data, kernels, models, pfsa, plot, train)}
     commands = readme_commands()
     assert {words[0] for words in commands} == set(mains)
@@ -3094,11 +3064,16 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
             assert not mains[name](args), (name, args)
 
 
-def test_torchrun_in_the_readme_is_a_command_of_train():
+def test_torchrun_in_the_readme_is_a_command_of_train(monkeypatch):
     [line] = re.findall("^torchrun .*", README, re.M)
-    words = shlex.split(line, comments=True)
+    words, seeds = shlex.split(line, comments=True), []
     assert words[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
-    assert len(train.grid(train.parse_args(words[4:])[1])) == 4
+    monkeypatch.setattr(train, "run", lambda cfg: seeds.append(cfg.seed))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        train.main(words[4:])
+    assert sorted(seeds) == [0, 1, 2, 3]
 
 
 def snippets():
@@ -3130,8 +3105,7 @@ def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     monkeypatch.setitem(train.TASKS, "modular", scope["Modular"])
     args = ["--task", "modular", "--curriculum", "2x1 4x1", "--eval-at", "4x1", "--cooldown", "640"]
     assert train.main([*args, "--max-samples", "6000", "--out", str(tmp_path)]) == 0
-    [result] = tmp_path.glob("*/result.json")
-    assert json.loads(result.read_text())["eval"][0]["accuracy"] > 0.95
+    assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.95
 
 
 def test_a_mixer_of_ones_own_is_at_most_8_lines_and_works(monkeypatch):
