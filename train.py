@@ -254,7 +254,6 @@ def run(cfg):
         return
     task, stages, tests, model = build(cfg, saved and saved["lexemes"])
     optimizers, made_by = make_optimizers(model), commit()
-    weights = {"next": 1, "reveal": cfg.reveal_weight, "state": 1}
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
     of_each = cfg.stage_samples or task.stage_samples     # 0: a stage ends only by --advance
     # Where the run is. `stage` is a number; `began` and `end` count traces.
@@ -295,7 +294,7 @@ def run(cfg):
         batch = to_tensors(task.batch(cfg.seed, "train", stage, at.step, cfg.batch_size), cfg.device)
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
             terms, right = losses(task, model, batch)
-        loss = sum(weights[name] * term for name, term in terms.items())
+        loss = terms["next"] + cfg.reveal_weight * terms["reveal"] + terms.get("state", 0)
         model.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
