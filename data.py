@@ -1066,7 +1066,7 @@ def evaluate(program, expression):
 def output_for(row, kind, answer):
     """What a program returns for an input, as a literal; None or {"reason"} if nothing that has one.
 
-    Raises ValueError, or what `ast` does, for an input that is no expression, or that could fake an output, by
+    Raises ValueError, or what `ast` does, for an input that is no expression, or could fake an output, by
     setting a name or by an object with an == of its own."""
     call, asked = (ast.parse(text, mode="eval").body for text in (f"f({answer}\n)", row["call"]))
     for node in ast.walk(call):
