@@ -453,8 +453,9 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
     ("swap", ' print( "b",b ) ', "print('b', b)"), ("perm", "a, b = b, a", "a, b, c = b, a, c"),
     ("perm", "c, a, b = a, b, c", "a, b, c = b, c, a"), ("perm", "a = a", "a, b, c = a, b, c"),
     *(("swap", typed, None) for typed in (
-        "", "x", "a = 1", "a, b = b", "a, b = a, b", "a, z = z, a", "print(a)", "print('a', b)", "print('z', z)",
-        "pr int('a', a)", "print(' a', a)", "a, b, c = b, c, a", "a, b = b, a = a", "=", ">>>", "\udc80")),
+        "", "x", "a = 1", "a, b = b", "a, b = a, b", "a, z = z, a", "print(a)", "print('a', b)",
+        "print('z', z)", "pr int('a', a)", "print(' a', a)", "a, b, c = b, c, a", "a, b = b, a = a", "=",
+        ">>>", "\udc80")),
     ("perm", "a, b, a = b, a, a", None), ("perm", "a, b = b, c", None)])
 def test_a_line_as_people_type_it(moves, typed, line):
     task = Repl(3, moves)
