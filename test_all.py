@@ -837,7 +837,7 @@ def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
     assert not any((tmp_path / "tmp").iterdir())
     left, end = True, time.monotonic() + 2                                # a killed process needs a moment
     while left and time.monotonic() < end:
-        left = [path for path in Path("/proc").glob("[0-9]*") if str(tmp_path) in folder_of(path)]
+        left = [path for path in Path("/proc").glob("[0-9]*") if str(tmp_path / "tmp") in folder_of(path)]
     assert not left, [(path / "stat").read_text() for path in left]
 
 
