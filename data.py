@@ -11,7 +11,7 @@ the lines; one method, `to_batch`, makes arrays of them.
   arith      sums and differences (P2 section 4, appendix C)
   trace      functions, unrolled into the straight-line programs that ran (P2 section 2)
   group      word problems over finite groups (Merrill et al. 2404.08819); tokens are elements, not text
-  pfsa, trap REPL traces with hidden branches (P1 section 5): in pfsa.py
+  pfsa       REPL traces with hidden branches (P1 section 5): in pfsa.py
 
 Words. A *program* is lines of source; a *command* is a line that changes variables. A *trace* is a program
 and what it prints. *Answers* are the last words of printed lines, and what follows == in an assert. The
@@ -1052,8 +1052,7 @@ def write_prompts(path, out):
             file.write(json.dumps({"id": name, "prompt": prompt(row, kind), "steps": row["steps"]}) + "\n")
 
 
-UNSAFE = {*dir(builtins)} - {"bool", "bytes", "chr", "dict", "float", "format", "int", "len", "list", "ord",
-                             "range", "set", "sorted", "str", "sum", "tuple"}
+UNSAFE = {*dir(builtins)} - {"dict", "float", "int", "len", "list", "range", "set", "sorted", "str", "tuple"}
 
 
 def evaluate(program, expression):
@@ -1066,7 +1065,7 @@ def evaluate(program, expression):
 def output_for(row, kind, answer):
     """What a program returns for an input, as a literal; None or {"reason"} if nothing that has one.
 
-    Raises ValueError, or what `ast` does, for an input that is no expression, or that could fake an output, by
+    Raises ValueError, or what `ast` does, for an input that is no expression, or could fake an output, by
     setting a name or by an object with an == of its own."""
     call, asked = (ast.parse(text, mode="eval").body for text in (f"f({answer}\n)", row["call"]))
     for node in ast.walk(call):
@@ -1232,17 +1231,8 @@ TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPer
 # ----------------------------------------------------------------------------------------------------------
 # python data.py TASK: samples to check by eye; and the commands about files
 
-def show(lines):
-    """A trace as text, answers in [brackets], the state beside each line."""
-    for line in lines:
-        text = line.text.removesuffix("\n")
-        if line.answer:
-            text = f"{text.removesuffix(line.answer)}[{line.answer}]"
-        print(f"{text:40s} # {line.state}" if line.state else text)
-
-
 def samples(args):
-    """Print samples of a task."""
+    """Print samples of a task: traces with answers in [brackets], and the state beside each line."""
     kind, [stage] = TASKS[args.task], parse_stages(args.stage)
     settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name) is not None}
     task = kind(states="transformer", **settings)
@@ -1250,7 +1240,11 @@ def samples(args):
     rng, chance = random.Random(args.seed), task.chance(stage)
     for number in range(args.samples):
         print(f"sample {number}, chance {chance:.3g}")
-        show(task.draw(rng, stage, "train"))
+        for line in task.draw(rng, stage, "train"):
+            text = line.text.removesuffix("\n")
+            if line.answer:
+                text = f"{text.removesuffix(line.answer)}[{line.answer}]"
+            print(f"{text:40s} # {line.state}" if line.state else text)
 
 
 def main(argv=None):

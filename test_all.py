@@ -387,17 +387,11 @@ def test_groups_have_their_order_and_targets_are_products(name):
             assert task.elements[product] == tuple(points)
     assert (batch.line_end == batch.asked).all() and (batch.target[:, 0] == PAD).all()
     assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 257).all()
+    for stage, split in itertools.product(parse_stages(Group.curriculum), ("train", "test")):
+        assert task.batch(0, split, stage, 0, 8).tokens.shape[1] == 1 + stage.length
     letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens[:, 1:] - 257)]
     assert len(letters) == (10 if name == "S5swaps" else ORDERS[name])
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_every_group_has_words_for_its_usual_stages(name):
-    for stage in parse_stages(Group.curriculum):
-        for split in ("train", "test"):
-            words = Group(name).batch(0, split, stage, 0, 8).tokens
-            assert words.shape[1] == 1 + stage.length
 
 
 @pytest.mark.parametrize("stage, words", [("2", 48), ("8", 12), ("24", 3), ("32", 3), ("100", 3)])
@@ -454,30 +448,22 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
     assert len(accepted) > 4
 
 
-@pytest.mark.parametrize("typed, line", [
-    ("b,a=a , b", "a, b = b, a"), (">>> c, a = a, c", "a, c = c, a"), (' print( "b",b ) ', "print('b', b)"),
-    *((typed, None) for typed in (
-        "", "x", "a = 1", "a, b = b", "a, a = a, a", "a, b = a, b", "a, b = b, c", "a, z = z, a", "print(a)",
-        "print('a', b)", "print('z', z)", "pr int('a', a)", "print(' a', a)", "a, b, c = b, c, a",
-        "import os", "a, b = b, a = a", "=", ">>>", "\udc80"))])
-def test_swaps_as_people_type_them(typed, line):
-    task = Repl(3, "swap")
+@pytest.mark.parametrize("moves, typed, line", [
+    ("swap", "b,a=a , b", "a, b = b, a"), ("swap", ">>> c, a = a, c", "a, c = c, a"),
+    ("swap", ' print( "b",b ) ', "print('b', b)"), ("perm", "a, b = b, a", "a, b, c = b, a, c"),
+    ("perm", "c, a, b = a, b, c", "a, b, c = b, c, a"), ("perm", "a = a", "a, b, c = a, b, c"),
+    *(("swap", typed, None) for typed in (
+        "", "x", "a = 1", "a, b = b", "a, b = a, b", "a, z = z, a", "print(a)", "print('a', b)",
+        "print('z', z)", "pr int('a', a)", "print(' a', a)", "a, b, c = b, c, a", "a, b = b, a = a", "=",
+        ">>>", "\udc80")),
+    ("perm", "a, b, a = b, a, a", None), ("perm", "a, b = b, c", None)])
+def test_a_line_as_people_type_it(moves, typed, line):
+    task = Repl(3, moves)
     if line:
         assert task.line(typed) == line
     else:
-        with pytest.raises(ValueError, match="knows lines like b, c = c, b and print"):
+        with pytest.raises(ValueError, match="knows lines like [a-c, ]+ = [a-c, ]+ and print"):
             task.line(typed)
-
-
-@pytest.mark.parametrize("typed, line", [
-    ("a, b = b, a", "a, b, c = b, a, c"), ("c, a, b = a, b, c", "a, b, c = b, c, a"), ("a = a", "a, b, c = a, b, c"),
-    ("a, b, a = b, a, a", None), ("a, b = b, c", None)])
-def test_permutations_as_people_type_them_become_whole_lines(typed, line):
-    if line:
-        assert Repl(3).line(typed) == line
-    else:
-        with pytest.raises(ValueError, match="knows lines like a, b, c = "):
-            Repl(3).line(typed)
 
 
 @pytest.mark.parametrize("moves", ["swap", "perm"])
@@ -640,26 +626,21 @@ NASTY = [
     ("x", "[5, 6]", "del x[0]\nimport math\nfrom os import path as p\nreturn math.floor(x[0])", RIGHT),
     # exceptions
     ("x", "'4'", "try: y = int(x)\nexcept ValueError: y = 0\nelse: y += 1\nfinally: z = 0\nreturn y", RIGHT),
-    ("x", "'a'", "try: y = int(x)\nexcept ValueError: y = 0\nelse: y += 1\nfinally: z = 0\nreturn y", RIGHT),
     ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", NAME),
     ("e", "5", "try: [][1]\nexcept IndexError as e: pass\nreturn 1", CHANGED),
-    ("e", "5", "try: [][1]\nexcept IndexError as e: pass\nx = 1\nreturn x", CHANGED),
     ("x", "[1]", "try:\n    try: x[5]\n    except IndexError: raise\nexcept LookupError: x = 3\nreturn x",
      RIGHT),
     ("x", "[]", "for i in range(3):\n    try:\n        if i == 1: return i\n    finally: x.append(i)", RIGHT),
     ("", "", "try: return 1\nfinally: return 2", ["assert (2) == 2"]),
     ("x", "1", "try: return x\nfinally: x = 2", "AssertionError"),
     ("x", "[]", "try: x.append(1) + 1\nexcept TypeError: pass\ny = 1\nreturn x", CHANGED),
-    ("x", "[]", "def g():\n    x.append(1)\n    raise KeyError\ntry: g()\nexcept KeyError: return x", CHANGED),
     ("x", "0", "while True:\n    try: x += 1\n    except: break\nreturn x", "more than 50 steps"),
-    ("x", "0", "for i in range(99):\n    try: x += 1\n    finally: continue\nreturn x", "more than 50 steps"),
     ("d", "{}",
      "import contextlib as c\nwith c.suppress(KeyError):\n    x = 1\n    d[0]\n    x = 2\nreturn x", RIGHT),
     ("", "", "import io\nwith io.StringIO('a') as g: x = g.read()\nreturn x", NAME),
     # names and scopes
     ("n", "4", "k = 2\ndef g(x): return x * k\nk = 3\nreturn g(n)", RIGHT),
     ("f", "3", "f += 1\nreturn f", RIGHT),
-    ("x", "3", "f = x + 1\nreturn f", RIGHT),
     ("n", "2", "def g():\n    nonlocal n\n    n += 1\ng()\nreturn n", SYNTAX),
     ("n", "2",
      "def g():\n    m = 1\n    def h():\n        nonlocal m\n        m += 1\n        return m\n"
@@ -675,13 +656,11 @@ NASTY = [
     ("x", "3", "class A:\n    y = x\n    def get(self): return self.y\nreturn A().get()", RIGHT),
     ("x", "3", "class A:\n    pass\nreturn repr(A)", "AssertionError"),
     ("x", "3", "import functools\n@functools.cache\ndef g(y):\n    return y + x\nreturn g(1)", RIGHT),
-    ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y", "ValueError"),
     ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "cannot be written"),
     ("x", "3", "d = locals()\ny = 4\nreturn sorted(d)", LOCALS),
     ("x", "[1, 2]", "g = (y * k for y in x)\nk = 3\nreturn sum(g)", RIGHT),
     ("x", "1", "exec('x = 2')\nreturn x", STATES),
     ("x", "1", "return len(locals())", "AssertionError"),
-    ("x", "1", "y = eval('x + 1')\nreturn y", RIGHT),
     # values
     ("x", "[1]", "y = x\ny.append(2)\nz = x, x\nreturn z", RIGHT),
     ("a, b", "*[[1]] * 2", "a.append(2)\nreturn b", STATES),
@@ -690,7 +669,6 @@ NASTY = [
     ("x", "3", "return range(x)", "without a literal"),
     ("", "", "return float('nan')", "without a literal"),
     ("x", "[]", "x.append(x)\nreturn x", "without a literal"),
-    ("", "", "import collections\nreturn collections.Counter('a')", "without a literal"),
     ("", "", "import random\nreturn random.random()", "another output"),
     ("n", "3", "def g():\n    yield n\nreturn list(g())", RIGHT),
     ("", "", "yield 1", "without a literal"),
@@ -702,11 +680,9 @@ NASTY = [
     # a statement, or no statement, changes something on its way out; nothing of it is seen in the output
     ("a", "7", "b, c, d = 0, 0, 0\ntry:\n    b = a ** 9999\n    c = len(str(a))\nexcept Exception: d = 1\nreturn c",
      "cannot be written"),
-    ("xs", "[1, 2]", "try: xs[0], xs[9] = 5, 6\nexcept IndexError: pass\nreturn 2", CHANGED),
     ("", "", "t = ([1],)\ntry: t[0] += [3]\nexcept TypeError: pass\nt = 4\nreturn t", CHANGED),
     ("xs", "[3]", "try: return xs.pop() / 0\nexcept ZeroDivisionError: return 1", CHANGED),
     ("", "", "log = []\ndef g():\n    yield 1\n    log.append(9)\nfor x in g(): z = x\nreturn 1", CHANGED),
-    ("p", "(1, 2)", "match p:\n    case (a, b): return 7", CHANGED),
 ]
 
 
@@ -771,9 +747,8 @@ def test_outputs_are_compared_by_value():
     assert unroll(code, "16", output="{'a': 17}") == "its output is not what the row says"
 
 
-@pytest.mark.parametrize("n", [400, pytest.param(5000, marks=slow)])
-def test_random_functions_have_the_states_that_settrace_sees(n):
-    rng, lengths, words = random.Random(0), Counter(), Counter()
+def test_random_functions_have_the_states_that_settrace_sees():
+    rng, lengths, words, n = random.Random(0), Counter(), Counter(), 400
     for _ in range(n):
         row = unroll(*data.random_function(rng, "loops", 8))
         if isinstance(row, str):
@@ -838,6 +813,13 @@ def write(path, rows):
     return path
 
 
+def folder_of(process):
+    try:
+        return os.readlink(process / "cwd")
+    except OSError:                                                       # it has ended since
+        return ""
+
+
 def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
     """Behind each is an honest one. In the end all folders are gone, and all processes that worked there."""
     (tmp_path / "tmp").mkdir()
@@ -853,36 +835,28 @@ def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
     assert [row["id"] for row in written(out)] == kept
     assert {row["output"] for row in written(out)} == {"2", "1", "None"}
     assert not any((tmp_path / "tmp").iterdir())
-    for process in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):                                # it has ended since
-            assert str(tmp_path) not in os.readlink(process)
+    left, end = True, time.monotonic() + 2                                # a killed process needs a moment
+    while left and time.monotonic() < end:
+        left = [path for path in Path("/proc").glob("[0-9]*") if str(tmp_path / "tmp") in folder_of(path)]
+    assert not left, [(path / "stat").read_text() for path in left]
 
 
-def no_limits(*_):
-    raise ValueError("not allowed to set a limit")
-
-
-def no_fork():
-    raise OSError("no more processes")
-
-
-def broken(call):
-    raise NameError("a fault of ours")
-
-
-@pytest.mark.parametrize("task, where, what, said", [
-    ("trace", "resource.setrlimit", no_limits, "not allowed to set a limit"),
-    ("trace", "os.fork", no_fork, "no more processes"), ("trace", "data.unroll", broken, "NameError"),
-    ("score", "resource.setrlimit", no_limits, "not allowed to set a limit")])
-def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(task, where, what, said, tmp_path,
+@pytest.mark.parametrize("task, where, fault, said", [
+    ("trace", "resource.setrlimit", ValueError("no such limit"), "no such limit"),
+    ("score", "resource.setrlimit", ValueError("no such limit"), "no such limit"),
+    ("trace", "os.fork", OSError("no more processes"), "no more processes"),
+    ("trace", "data.unroll", NameError("a fault of ours"), "NameError")])
+def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(task, where, fault, said, tmp_path,
                                                                    monkeypatch, capsys):
+    def failing(*_):
+        raise fault
     if task == "trace":
         path, words = write(tmp_path / "calls.jsonl", [HONEST]), ["--out", str(tmp_path / "out.jsonl")]
     else:
         path = write(tmp_path / "traces.jsonl", [data.unroll(ROW)])
         completions = write(tmp_path / "said.jsonl", [{"id": "s/input/program", "completion": "[1, 2]"}])
         words = ["--completions", str(completions)]
-    monkeypatch.setattr(where, what)
+    monkeypatch.setattr(where, failing)
     with pytest.raises(SystemExit, match="2"):
         data.main([task, "--file", str(path), "--allow-exec", *words])
     line = capsys.readouterr().err
