@@ -40,15 +40,14 @@ import json
 import os
 import random
 import re
-import select
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from functools import lru_cache
 from itertools import accumulate, combinations, islice, product
 from math import factorial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -871,65 +870,55 @@ def split_trace(row):
 # Code from files runs in a process of its own, with limits, in a temporary folder (on Linux only; files that
 # it writes elsewhere stay). This helps against accidents. It is no protection against attacks.
 
-def confine(folder, pipe, seconds):
-    """Limit this process; its only open file is the pipe, as number 3. Raises an Exception if it cannot."""
+def confine(folder, seconds):
+    """Limit this process in time, memory and files. Raises an Exception if it cannot."""
     import resource                                         # not on Windows
-    os.setsid()                                             # a process group, which `guarded` kills
-    os.chdir(folder)
-    signal.alarm(seconds + 1)                               # if nobody is left to kill it
     with open("/proc/self/statm") as file:
         memory = int(file.read().split()[0]) * resource.getpagesize() + 2 ** 29       # 512 MB more than now
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
-    os.dup2(pipe, 3)
+    signal.alarm(seconds)
+    os.setsid()                                             # a group, so that `guarded` can kill it whole
+    os.chdir(folder)
     for descriptor in 0, 1, 2:
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-    os.closerange(4, 2 ** 16)
+    os.closerange(3, 2 ** 16)
     os.fork = None                                          # no fork bomb by accident
 
 
 def guarded(work, *arguments, seconds=3):
-    """work(*arguments) in a process with limits on time, memory and files. -> what it returns, or {"reason"}.
+    """work(*arguments) in a forked process with limits. -> what it returns, which JSON must be able to hold,
+    or {"reason"} if there is nothing. Raises OSError if there can be no such process."""
+    def answer():
+        try:
+            confine(folder, seconds)
+        except Exception as error:
+            return {"fault": f"a process cannot be limited here: {error}"}
+        try:
+            return work(*arguments)
+        except BaseException as why:
+            return {"reason": str(why) if isinstance(why, Rejected) else f"it raises {type(why).__name__}"}
 
-    It comes as JSON through a pipe, between two copies of a random word: nothing else that the code writes is
-    taken for it. Raises OSError if there can be no such process."""
-    (answers, pipe), word = os.pipe(), os.urandom(16)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         pid = os.fork()
         if not pid:
             try:
-                confine(folder, pipe, seconds)
-                os.write(3, word)
-                try:
-                    answer = work(*arguments)
-                except BaseException as why:
-                    said = str(why) if isinstance(why, Rejected) else f"it raises {type(why).__name__}"
-                    answer = {"reason": said}
-                with open(3, "wb") as file:
-                    file.write(json.dumps(answer).encode() + word)
-            except BaseException as error:                  # before `word`: there is no such process
-                os.write(pipe, str(error).encode())
+                Path(folder, ".answer").write_text(json.dumps(answer()))
             finally:
                 os._exit(0)
-        os.close(pipe)
-        text, end = b"", time.monotonic() + seconds
-        try:                                                # until nobody holds the pipe, or time is up
-            while ready := select.select([answers], [], [], max(0, end - time.monotonic()))[0]:
-                if not (part := os.read(answers, 2 ** 16)):
-                    break
-                text += part
-        finally:
-            os.close(answers)
-            os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(OSError):              # it may have no group yet
-                os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, os.WUNTRACED)           # it has ended, or it has stopped itself
+        with contextlib.suppress(OSError):                  # there is nobody left
+            os.killpg(pid, signal.SIGKILL)
+        if os.WIFSTOPPED(status):
             os.waitpid(pid, 0)
-    if not text.startswith(word):
-        raise OSError(f"no process with limits can be started: {text.decode() or 'it ends at once'}")
-    with contextlib.suppress(ValueError):
-        if text.endswith(word):
-            return json.loads(text[len(word):-len(word)])
-    return {"reason": "its process gives no answer" if ready else f"more than {seconds} s"}
+        try:
+            found = json.loads(Path(folder, ".answer").read_bytes())
+        except (OSError, ValueError):
+            late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+            return {"reason": f"more than {seconds} s" if late else "it ends its process"}
+    if isinstance(found, dict) and "fault" in found:
+        raise OSError(found["fault"])
+    return found
 
 
 def calls_in(line, number):

@@ -776,13 +776,13 @@ def test_777_functions_of_cruxeval_have_the_states_that_settrace_sees(tmp_path):
 # Files
 
 HONEST = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
-LATE, SILENT = "more than 1 s", "its process gives no answer"
+LATE, SILENT = "more than 1 s", "it ends its process"
 TO_ALL_FILES = "    for fd in range(99):\n        try: os.write(fd, b'{}\\n')\n        except OSError: pass\n"
 HOSTILE = {
     "def f():\n    while True:\n        x = 1": "more than 50 steps",
     "def f():\n    while True:\n        try: x = 1\n        except: pass": LATE,
     "def f():\n    return 10**10**10": LATE,
-    "import signal\ndef f():\n    signal.alarm(0)\n    signal.raise_signal(signal.SIGSTOP)": LATE,
+    "import signal\ndef f():\n    signal.alarm(0)\n    signal.raise_signal(signal.SIGSTOP)": SILENT,
     "import os\ndef f():\n    while True:\n        os.fork()": "it raises TypeError",
     "import subprocess\ndef f():\n    subprocess.Popen(['sleep', '99'])\n    return 1": "",
     "import posix, time\ndef f():\n    if not posix.fork():\n        time.sleep(99)\n    return 1": "",
@@ -790,16 +790,15 @@ HOSTILE = {
     "import sys\ndef f():\n    sys.exit()": "it raises SystemExit",
     "import os\ndef f():\n    os._exit(0)": SILENT,
     "import os\ndef f():\n    os.abort()": SILENT,
-    "import os\ndef g():\n" + TO_ALL_FILES + "def f():\n    g()\n    return 1": SILENT,
-    "import os\ndef f():\n" + TO_ALL_FILES + "    os._exit(0)": SILENT,
-    "import os\ndef f():\n    os.closerange(0, 99)": SILENT,
+    "import os\ndef g():\n" + TO_ALL_FILES + "def f():\n    g()\n    return 1": "",
+    "import os\ndef f():\n    os.closerange(0, 99)": "",
     "def f():\n    return len('x' * 2**30)": "it raises MemoryError",
     "def f():\n    print('{\"trace\": 1}' * 99999)\n    return 1": "",
     "def f():\n    return input()": "it raises EOFError",
     "def f():\n    open('file', 'w').write('y' * 2**24)": "it raises OSError",
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
     "def f():\n    return open('file').read()": "it raises FileNotFoundError",
-    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it raises FileNotFoundError",
+    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": SILENT,
     "import builtins\ndef f():\n    builtins.locals = builtins.len = None": "it raises TypeError",
 }
 
