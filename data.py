@@ -74,10 +74,9 @@ class Tokenizer:
 
     def __init__(self, lexemes=LEXEMES):
         self.lexemes = tuple(lexemes)
-        lexemes = [lexeme.encode() for lexeme in self.lexemes]
+        lexemes = list(map(str.encode, self.lexemes))
         self.pieces = [bytes([i]) for i in range(256)] + lexemes
-        self.ids = {piece: i for i, piece in enumerate(self.pieces)}
-        self.newlines = {i for i, piece in enumerate(self.pieces) if piece.endswith(b"\n")}
+        self.ids = dict(zip(self.pieces, range(len(self.pieces))))
         longest_first = sorted(lexemes, key=len, reverse=True)
         self.pattern = re.compile(b"|".join([*map(re.escape, longest_first), b"."]), re.DOTALL)
 
@@ -261,27 +260,20 @@ class Task:
                 return lines
         raise ValueError(f"stage {stage} has too few programs: none of 1,000 is for {split}; make it longer")
 
-    def text_of(self, line):
-        """A line as it stands in the trace. With states as text, `a, b = b, a` becomes
-        `a, b = b, a  # a=1, b=3`."""
-        changes_state = line.source and not line.answer and not line.source.startswith("print")
-        if self.states == "text" and changes_state and line.state:
-            return f"{line.text[:-1]}  # {line.state}\n"
-        return line.text
-
     def batch(self, seed, split, stage, t, size):
         """Batch number t of a stage: `size` traces of a split. The same arguments give the same batch."""
         rng = random.Random(f"{seed} {split} {stage} {t}")
         return self.to_batch([self.draw(rng, stage, split) for _ in range(size)])
 
     def encode(self, lines):
-        """Lines -> a trace's tokens, their marks (0, ASKED or STATE), and where lines end."""
+        """Lines -> a trace's tokens, their marks (0, ASKED or STATE), and where lines end. With states in the
+        text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
         tokens, marks, ends = [], [], []
         for line in lines:
-            text, end, mark = self.text_of(line), line.answer, ASKED
-            has_state = text != line.text
-            if has_state:
-                end, mark = f"{line.state}\n", STATE
+            text, end, mark = line.text, line.answer, ASKED
+            changes_state = line.source and not line.answer and not line.source.startswith("print")
+            if self.states == "text" and changes_state and line.state:
+                text, end, mark = f"{line.text[:-1]}  # {line.state}\n", f"{line.state}\n", STATE
             elif line.answer and self.whole:
                 end = f"{line.answer}\n"
             line_tokens, line_marks = encode_line(self.tokenizer, text, end, mark)
@@ -362,11 +354,11 @@ class Repl(Task):
                 yield from self.question(rng.choice(self.names), memory)
 
     def start(self, rng, memory):
-        values = rng.sample(range(1, self.n_vars + 1), self.n_vars)
-        return [f"{name} = {value}" for name, value in zip(self.names, values)]
+        for name, value in zip(self.names, rng.sample(range(1, self.n_vars + 1), self.n_vars)):
+            yield f"{name} = {value}"
 
     def question(self, name, memory):
-        return [f"print('{name}', {name})"]
+        yield f"print('{name}', {name})"
 
     def permutation(self, rng, kind):
         moved = rng.sample(self.names, int(kind or self.n_vars))
@@ -387,9 +379,12 @@ class Repl(Task):
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""
-        factors = (1, 1), (2, 1), (1, 2), (2, 2), (4, 4)
-        stages = [Stage(last.length * x, last.spacing * y, last.kind) for x, y in factors]
-        return [stage for stage in stages if stage.spacing <= stage.length]
+        stages = []
+        for longer, sparser in (1, 1), (2, 1), (1, 2), (2, 2), (4, 4):
+            length, spacing = last.length * longer, last.spacing * sparser
+            if spacing <= length:
+                stages.append(Stage(length, spacing, last.kind))
+        return stages
 
     def line(self, typed):
         """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b = b, a` or, among
@@ -416,7 +411,7 @@ class Inverse(Repl):
 
     def start(self, rng, memory):
         memory["start"] = rng.sample(range(1, self.n_vars + 1), self.n_vars)
-        return [f"{', '.join(self.names)} = start"]
+        yield f"{', '.join(self.names)} = start"
 
     def question(self, name, memory):
         yield f"if {name} != {memory[name]}: exit()"

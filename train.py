@@ -242,8 +242,8 @@ def commit():
 
 
 def run(cfg):
-    """Train and test one model. It leaves ckpt.pt and result.json in its folder. Raises FloatingPointError if
-    the loss or its gradient is not finite; then the checkpoint is the last good one."""
+    """Train and test one model. It leaves ckpt.pt and result.json in its folder. -> 0, or 1 if the loss or its
+    gradient is not finite; then the checkpoint is the last good one. Raises ValueError for bad settings."""
     folder, saved = folder_of(cfg), None
     if (folder / "ckpt.pt").exists():
         saved = read_checkpoint(folder / "ckpt.pt")
@@ -251,7 +251,7 @@ def run(cfg):
             raise ValueError(f"{folder} holds a run with other settings: choose another --out")
     if (folder / "result.json").exists():
         print(f"{folder} is finished; remove it to train again")
-        return
+        return 0
     task, stages, tests, model = build(cfg, saved and saved["lexemes"])
     optimizers, made_by = make_optimizers(model), commit()
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
@@ -299,8 +299,9 @@ def run(cfg):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not math.isfinite(loss.item() + norm.item()):
-            raise FloatingPointError(f"loss or gradient not finite in step {at.step}: try --learning-rate "
-                                     f"{cfg.learning_rate / 3:.1g}")
+            print(f"train.py: loss or gradient not finite in step {at.step}: try --learning-rate "
+                  f"{cfg.learning_rate / 3:.1g}", file=sys.stderr)
+            return 1
         for optimizer in optimizers:
             optimizer.step()
         at.step, at.samples = at.step + 1, at.samples + cfg.batch_size
@@ -346,6 +347,7 @@ def run(cfg):
               "threads": torch.get_num_threads(), "config": asdict(cfg)}
     (folder / "result.json").write_text(json.dumps(result) + "\n")
     print(f"next    python plot.py curve {folder}")
+    return 0
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -455,7 +457,7 @@ def main(argv=None):
     parser.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model expects")
     given = vars(parser.parse_args(argv))
     to_eval, to_play = given.pop("eval", None), given.pop("play", None)
-    grid = [dict(zip(given, cell)) for cell in itertools.product(*given.values())]
+    grid = list(itertools.product(*given.values()))
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))    # by torchrun
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -464,18 +466,15 @@ def main(argv=None):
         if (to_eval or to_play) and not set(given) <= set(FOR_EVAL):
             raise ValueError(f"a trained model keeps its settings: give only --{', --'.join(FOR_EVAL)}")
         for cell in grid[rank::processes]:
+            settings = dict(zip(given, cell))
             if to_play:
-                play(to_play, **cell)
+                play(to_play, **settings)
             elif to_eval:
-                cfg, task, tests, model = load(to_eval, **cell)
+                cfg, task, tests, model = load(to_eval, **settings)
                 for stage in tests:
                     print(show(evaluate(model, task, stage, cfg), task.chance(stage)))
             else:
-                try:
-                    run(Config(**cell))
-                except FloatingPointError as error:
-                    print(f"train.py: {error}", file=sys.stderr)
-                    code = 1
+                code = max(code, run(Config(**settings)))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
