@@ -419,9 +419,10 @@ def play(path, **changes):
 # ----------------------------------------------------------------------------------------------------------
 # python train.py
 
+HAVE = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
 CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
-           "device": ["cpu", *["cuda"] * torch.cuda.is_available(), *["mps"] * torch.backends.mps.is_available()]}
+           "device": [name for name, there in HAVE.items() if there]}
 MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
 FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval may change them
 
@@ -478,7 +479,8 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint")
+        if not (to_eval or to_play):
+            print("stopped; the same command goes on from the last checkpoint")
         return 130
     return code
 
