@@ -2370,7 +2370,8 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, c
 
 def test_ctrl_c_ends_a_run_with_130_and_says_that_it_can_go_on(tmp_path):
     run = subprocess.Popen([sys.executable, "-u", HERE / "train.py", *TINY, "--max-samples", "1000000", "--advance", "1",
-                            "--out", tmp_path], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            "--out", tmp_path], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not run.stdout.readline().startswith("step 10"):                # after the checkpoint of step 5
         assert run.poll() is None, run.stderr.read()
     run.send_signal(signal.SIGINT)
