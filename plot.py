@@ -6,9 +6,9 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py headline out/deltanet-repl* --at 128x16      left by_hand, right P1 Fig. 4, left
     python plot.py final out/deltanet-repl*                     at a trace's last answer (P1 Fig. 4, right)
     python plot.py spacing out/spacing/*                        read with sparser prints (P1 Fig. 3)
-    python plot.py horizon out/horizon/*                        read without prints
-    python plot.py ladder out/ladder/* --by n_householder       a row per model, a column per group
-    python plot.py samples out/*-parity*                        traces until 95 % are right (P2 Fig. 5)
+    python plot.py horizon assets/horizon.jsonl --by moves,carry      read without prints
+    python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
+    python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py lengths traces.jsonl                         how long traces of functions are (P2 Fig. 1)
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
@@ -75,7 +75,7 @@ def load_runs(args):
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     if not runs:
         raise ValueError("no such runs in these files")
-    for result in runs:                                     # tables leave out settings at their defaults
+    for result in runs:       # tables leave out defaults: these are right as long as Config's do not change
         result["config"] = {**asdict(Config()), **result["config"]}
     return [(label(result, runs, ["beta_max", *args.by.split(",")]), result) for result in runs]
 
@@ -138,11 +138,8 @@ def lines(axes, curves):
         low, middle, high = np.transpose(seeds)
         axes.plot(x, middle, **look, label=name)
         axes.fill_between(x, low, high, color=look["color"], alpha=0.15)
-    x = sorted({x for points in curves.values() for x, _ in points})
-    ticks = [at for at in x if math.log2(at).is_integer()] or x
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, ticks)
-    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def finish(axes, x_label, y_label, title, chance=None, length=None):
@@ -214,51 +211,37 @@ def horizon(args):
 
 
 def final(args):
-    """Accuracy at the last answer of a trace over length and spacing (P1 Fig. 4, right). A cell: the median
-    over seeds in %, then the range."""
+    """Accuracy at the last answer of a trace over length and spacing (P1 Fig. 4, right): the median over
+    seeds, in %."""
     found, cells = defaultdict(list), {}
     for name, result, stage, row in evaluations(args):
         found[f"{name}, a print every {stage.spacing}", stage.length].append(row["final"])
     for place, seeds in found.items():
-        low, median, high = 100 * np.percentile(seeds, [0, 50, 100])
-        spread = f"\n{low:.0f} to {high:.0f}" if high - low >= 1 else ""
-        cells[place] = f"{median:.0f}{spread}", median / 100
+        median = np.median(seeds)
+        cells[place] = f"{100 * median:.0f}", median
     return tiles(cells, f"commands (trained at {result['trained']})",
                  f"Accuracy at the last print in %, chance {result['chance']:.0%}")
-
-
-HOLDS = {   # the groups that one layer can hold in theory, with exact arithmetic and enough width
-    "deltanet": "Z2 S5swaps",                               # one reflection per token (2411.12537)
-    "deltaproduct 2": "Z2 Z60 S5swaps S3 S4 A5",            # two make a rotation (2502.10297)
-    "deltaproduct 4": "Z2 Z60 S5swaps S3 S4 A5 S5",         # four make a cycle of five
-    "ssm": "Z2",                                            # diagonal: signs (2603.01959)
-    "rotary_ssm": "Z2 Z60",                                 # diagonal: angles
-    **dict.fromkeys(["block_diagonal", "m2rnn", "lstm", "gru"], "Z2 Z60 S5swaps S3 S4 A5 S5"),
-}
 
 
 def ladder(args):
     """Word problems, a column per group. In a cell: accuracy in words of the trained length and of 4 times
     that, and [the last stage passed] if it is not the last one of training."""
     found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
-    groups, cells = HOLDS["lstm"].split(), {}               # all of them
+    groups, cells = list(GROUPS), {}
     for (name, group), runs in sorted(found.items(), key=lambda cell: groups.index(cell[0][1])):
-        result, config = runs[0], runs[0]["config"]
-        model = result["model"] + (f" {config['n_householder']}" if "product" in name else "")
+        result = runs[0]
         by_seed = [[row["accuracy"] for row in result["eval"]] for result in runs]
         at, far, *_ = np.median(by_seed, 0).round(2)        # the trained length, and 4 times that
         words = f"{at:.0%}, {far:.0%}"
-        if config["beta_max"] == 2 and group in HOLDS.get(model, "").split():
-            words = f"■ {words}"
         best = max((result["passed"] for result in runs), key=len)
         if not best or best[-1]["stage"] != result["trained"]:
-            words += f"\n[{best[-1]['stage'].replace('x1', '') if best else '-'}]"
+            words += f"\n[{best[-1]['stage'] if best else '-'}]"
         shade = 0.15 + 0.4 * (int(at >= 0.95) + int(far >= 0.95))
         cells[name, f"{group}\nchance {result['chance']:.0%}"] = words, shade
     short, long = (row["stage"].replace("x1", "") for row in result["eval"][:2])
     legend = (f"accuracy in words of {short} elements (trained up to here), and of {long}\n"
               "dark: 95 % in both; middle: in the shorter words; pale: in neither; white: not run\n"
-              "■: in theory, one layer can hold it; [8]: training passed words of 8, not of 16")
+              "[8x1]: training passed words of 8, not of 16")
     return tiles(cells, legend, "Which model learns which group?")
 
 
@@ -511,9 +494,10 @@ def automaton(args, traces=256):
                 steps += map(list.__eq__, said, execute(sources, before, task.names))
             before = [dict(zip(task.names, values)) for values in said]
     astray = [step for step, was_right in zip(steps, right) if not was_right]
-    print(f"{np.mean(right):.2%} of commands end in the right state; {np.mean(steps):.2%} of steps are right")
-    if astray:
-        print(f"of {len(astray):,} steps from a wrong state {np.mean(astray):.2%} are right")
+    for what, found in [("commands end in the right state", right), ("steps are right", steps),
+                        ("steps from a wrong state are right", astray)]:
+        if found:
+            print(f"{np.mean(found):.2%} of {len(found):,} {what}")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -522,16 +506,16 @@ def automaton(args, traces=256):
 COMMANDS = {f.__name__: f for f in [curve, headline, final, spacing, horizon, ladder, samples, nats, lengths,
                                     filters, heads, automaton]}
 ALL = {  # the figures of README.md and assets/RESULTS.md
-    "headline": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
-    "final": "final assets/final.jsonl",
-    "spacing": "spacing assets/spacing.jsonl",
-    "ladder": "ladder assets/ladder.jsonl --by n_householder,n_layer",
-    "nats": "nats assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
-    "samples": "samples assets/told.jsonl --by states",
-    "lengths": "lengths assets/lengths.jsonl",
-    "horizon": "horizon assets/horizon.jsonl --by moves,carry",
-    "heads": "heads assets/heads.jsonl",
-    "filters": "filters",
+    "headline": "assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
+    "final": "assets/final.jsonl",
+    "spacing": "assets/spacing.jsonl",
+    "ladder": "assets/ladder.jsonl --by n_householder,n_layer",
+    "nats": "assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
+    "samples": "assets/told.jsonl --by states",
+    "lengths": "assets/lengths.jsonl",
+    "horizon": "assets/horizon.jsonl --by moves,carry",
+    "heads": "assets/heads.jsonl",
+    "filters": "",
 }
 
 
@@ -549,7 +533,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.all:
         for name, words in ALL.items():
-            main([*words.split(), "--save", f"assets/{name}.png"])
+            main([name, *words.split(), "--save", f"assets/{name}.png"])
         return
     if not args.command or not args.paths and args.command != "filters":
         parser.error("give a command, and folders of runs or .jsonl files")

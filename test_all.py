@@ -2641,7 +2641,7 @@ def of(*results, path="table.jsonl", at="64x8", models=None, by=""):
     """A command line about such results."""
     if results:
         Path(path).write_text("\n".join(map(json.dumps, results)))
-    return SimpleNamespace(command="test", paths=[path], at=at, models=models, by=by, save="out.png")
+    return SimpleNamespace(paths=[path], at=at, models=models, by=by, save="out.png")
 
 
 @pytest.fixture(autouse=True)
@@ -2649,58 +2649,13 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def words_of(axes):
-    legend = axes.get_legend()
-    texts = [*axes.texts, *(legend.texts if legend else [])]
-    return [axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), *(text.get_text() for text in texts)]
-
-
-def test_a_curve_is_the_median_and_its_band_the_range_over_seeds():
-    figure, axes = plot.plt.subplots()
-    plot.lines(axes, {"model": [(2, 2), (1, 1), (2, 2), (4, 0), (1, 3), (4, 0), (2, 5), (1, 4), (4, 3)]})
-    assert axes.lines[0].get_xydata().tolist() == [[1, 3], [2, 2], [4, 0]]
-    band = axes.collections[0].get_paths()[0].vertices
-    assert {(x, y) for x, y in band} >= {(4, 0), (4, 3), (1, 1), (1, 4), (2, 2), (2, 5)}
-    for curves in ({}, dict.fromkeys("abcdef", [(1, 1)])):
-        with pytest.raises(ValueError, match="choose 1 to 5"):
-            plot.lines(axes, curves)
-
-
-def test_a_label_names_eigenvalues_and_the_settings_by_which_runs_of_its_model_differ():
-    args = of(result(seed=0), result(seed=1), result(beta_max=1.0), result(model="lstm", moves="swap"),
-              result(model="gru", n_head=2, out="elsewhere"), by="moves,n_layer")
-    groups = {name: len(runs) for name, runs in plot.seeds_of(plot.load_runs(args)).items()}
-    assert groups == {"deltanet, [-1, 1]": 2, "deltanet, [0, 1]": 1, "lstm, moves swap": 1, "gru": 1}
-    assert [name for name, _ in plot.load_runs(of(models="gru,lstm"))] == ["lstm", "gru"]
-    thin = {**result(seed=1), "config": {"carry": 64}}      # a table leaves defaults out, and has old settings
-    names = [name for name, _ in plot.load_runs(of(result(), thin, by="carry"))]
-    assert names == ["deltanet", "deltanet, carry 64"]
-
-
-def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
-    rates = [result(seed=seed, learning_rate=rate) for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
-    for figure in plot.curve, plot.final, plot.ladder, plot.samples:
-        with pytest.raises(ValueError, match="use some of --by learning_rate"):
-            figure(of(*rates))
-    assert {name for name, *_ in plot.evaluations(of(by="learning_rate"))} == {
-        "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}
-    with pytest.raises(ValueError, match="seed 1 is there twice"):
-        plot.curve(of(rates[1], rates[1]))
-
-
-def test_who_never_got_to_the_trained_length_is_named():
-    short = [result(reached="8x1", model="lstm", seed=seed) for seed in (0, 1)]
-    found = plot.evaluations(of(*short, result(model="lstm", seed=2), result()))
-    assert {name for name, *_ in found} == {"lstm, 3 seeds (never got to 64x8)", "deltanet, 1 seed"}
-
-
 CHANCE = [(0, 0.25), (1, 0.25)]
 GREY = {"trained up to here": [(64, 0), (64, 1)], "chance": CHANCE}
 
 
-def on(group, at, far, model="lstm", passed=("8x1", "16x1", "32x1"), **settings):
-    """The result of a run on a group, which passed these stages."""
-    return result([row("32x1", at), row("128x1", far)], "32x1", passed=[{"stage": stage} for stage in passed],
+def on(group, at, far, model="lstm", passed="32x1", **settings):
+    """The result of a run on a group."""
+    return result([row("32x1", at), row("128x1", far)], "32x1", passed=[{"stage": "2x1"}, {"stage": passed}],
                   model=model, task="group", group=group, **settings)
 
 
@@ -2719,19 +2674,14 @@ FIGURES = {   # command: runs, and what each panel shows of them
                       for kind, kl in (("", 1), (":forced", 2))], chance=math.exp(-2), task="pfsa")],
              [{"deltanet, 1 seed": [(64, 64 * kl), (128, 128 * kl)], "trained up to here": [(64, 0), (64, 1)],
                "chance: a uniform guess": [(64, 1.5), (128, 1.5)]} for kl in (1, 2)]),
-    "final": ([result([row("64x8"), row("128x8", accuracy)], seed=seed)
-               for seed, accuracy in enumerate((0.5, 0.25, 0.75))],
-              [{("deltanet, 3 seeds, a print every 8", "64"): ("100", 1),
-                ("deltanet, 3 seeds, a print every 8", "128"): ("50\n25 to 75", 0.5)}]),
+    "final": ([result([row("64x8", accuracy)], reached=reached, seed=seed, beta_max=1.0)
+               for seed, (accuracy, reached) in enumerate([(0.5, "64x8"), (0.25, "8x1"), (0.75, "8x1")])],
+              [{("deltanet, [0, 1], 3 seeds (never got to 64x8), a print every 8", "64"): ("50", 0.5)}]),
     "ladder": ([on("S3", 0.9, 0.2), on("S3", 1, 0.98, seed=1), on("S3", 1, 0.96, seed=2), on("Z2", 1, 0.5),
-                on("A5", 0.02, 0.02, passed=["2x1", "4x1"]), on("S3", 0.2, 0.2, "ssm", passed=()),
-                on("Z2", 1, 1, "ssm"), on("Z2", 0.9, 0.5, "ssm", beta_max=1.0)],
-               [{("lstm", "S3\nchance 25%"): ("■ 100%, 96%", 0.95),
-                 ("lstm", "A5\nchance 25%"): ("■ 2%, 2%\n[4]", 0.15),
-                 ("lstm", "Z2\nchance 25%"): ("■ 100%, 50%", 0.55),
-                 ("ssm, [-1, 1]", "S3\nchance 25%"): ("20%, 20%\n[-]", 0.15),
-                 ("ssm, [-1, 1]", "Z2\nchance 25%"): ("■ 100%, 100%", 0.95),
-                 ("ssm, [0, 1]", "Z2\nchance 25%"): ("90%, 50%", 0.15)}]),
+                on("Z2", 0.9, 0.5, "ssm", passed="4x1")],
+               [{("lstm", "S3\nchance 25%"): ("100%, 96%", 0.95),
+                 ("lstm", "Z2\nchance 25%"): ("100%, 50%", 0.55),
+                 ("ssm", "Z2\nchance 25%"): ("90%, 50%\n[4x1]", 0.15)}]),
     "samples": ([result([row("32x1")], "32x1", task="parity",
                         held_out=[[100, "32x1", 0.9], [200, "32x1", 0.96], [300, "32x1", 1]]),
                  result([row("32x1", 0.5)], "32x1:2", task="parity", model="lstm",
@@ -2765,101 +2715,31 @@ def test_a_figure_shows_the_numbers_of_its_runs(command):
     figure = getattr(plot, command)(of(*runs))
     panels = figure.axes[8:] if command == "headline" else figure.axes    # the first 8 are by hand
     assert list(map(shown, panels)) == expected
-    assert command != "samples" or figure.axes[0].texts[0].get_text().strip() == "50%"
 
 
-def test_the_headline_shows_rows_exchanged_at_beta_2_and_their_mean_at_beta_1():
-    """Executed by Python, and by averaging; the state's size does not matter."""
-    sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)]
-    sources += ["a, c = c, a", "b, e = e, b", "c, d = d, c"]
-    memory, mean, held = {}, np.zeros((5, 5)), {2: [], 1: []}
-    for source in sources:
-        exec(source, memory)
-        held[2].append([[memory.get(name) == value for value in range(1, 6)] for name in "abcde"])
-        rows = ["abcde".index(name) for name in source if name in "abcde"][:2]
-        mean[rows] = np.array(held[2][-1])[rows] if len(rows) == 1 else mean[rows].mean(0)
-        held[1].append(mean.copy())
-    panels = plot.headline(of(*FIGURES["headline"][0])).axes[:8]
-    for axes, truth in zip(panels, held[2][4:] + held[1][4:], strict=True):
-        assert np.allclose(axes.images[0].get_array(), truth, atol=1e-6)
+def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
+    rates = [result(seed=seed, learning_rate=rate) for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
+    for figure in plot.curve, plot.final, plot.ladder, plot.samples:
+        with pytest.raises(ValueError, match="use some of --by learning_rate"):
+            figure(of(*rates))
+    assert {name for name, *_ in plot.evaluations(of(by="learning_rate"))} == {
+        "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}
+    with pytest.raises(ValueError, match="seed 1 is there twice"):
+        plot.curve(of(rates[1], rates[1]))
 
 
-def test_filters_show_where_each_format_ends():
-    halvings = {"float16": 14 + 10, "bfloat16": 126 + 7, "float32": 126 + 23, "float64": 1022 + 52}
-    ends = {f"torch.{name}: 0 after {n + 1}" for name, n in halvings.items()}    # half of the least number is 0
-    assert ends < set(words_of(plot.filters(of()).axes[0]))
-
-
-def test_a_runs_folder_and_its_line_in_a_table_give_the_same_figure():
-    small = "--curriculum 2x1 --max-samples 320 --d-model 32 --eval-samples 4 --eval-every 10 --out runs"
-    assert not train.main(small.split())
-    [folder] = Path("runs").iterdir()
-    ran = json.loads((folder / "result.json").read_text())
-    Path("table.jsonl").write_text(json.dumps(ran) + "\n")
-    for figure in plot.final, plot.curve:
-        one, other = (figure(of(path=path)).axes[0] for path in (str(folder), "table.jsonl"))
-        assert shown(one) == shown(other) and words_of(one) == words_of(other)
-    seen = [samples for samples, _ in shown(one)["deltanet"]]
-    assert seen == [80, 160, 240, 320] and shown(one)["chance"] == [(0, 0.2), (1, 0.2)]
-
-
-# ----------------------------------------------------------------------------------------------------------
-# plot.py: the committed figures
-
-def all_figures(monkeypatch, change=lambda line: line):
-    """All figures from a copy of the committed tables, each line of them changed -> {name: Figure}."""
-    found = {}
-    Path("assets").mkdir()
-    for path in (HERE / "assets").glob("*.jsonl"):
-        lines = [json.dumps(change(json.loads(line))) for line in open(path)]
-        (Path("assets") / path.name).write_text("\n".join(lines))
-    keep = lambda figure, path: found.update({Path(path).name: figure})
-    monkeypatch.setattr(plot.plt.Figure, "savefig", keep)
-    plot.main(["--all"])
-    return found
-
-
-def test_all_draws_every_figure_of_readme_and_results_and_all_read_in_grey(monkeypatch):
+def test_the_committed_pictures_are_those_of_the_committed_tables():
     from PIL import Image
-    save = plot.plt.Figure.savefig
-    figures = all_figures(monkeypatch)
-    text = (HERE / "README.md").read_text() + (HERE / "assets/RESULTS.md").read_text()
-    pictures = re.findall(r"!\[.+?\]\((?:assets/)?(.+?)\)", text)
-    assert set(figures) == set(pictures) == {path.name for path in (HERE / "assets").glob("*.png")}
-    for name, figure in figures.items():
-        for axes in figure.axes:
-            assert axes.get_xlabel() and axes.get_title(), name
-            assert axes.images or axes.get_ylabel() or name == "samples.png", name
-            named = [line for line in axes.lines if line.get_label()[0] != "_" and line.get_color() != "gray"]
-            looks = {(line.get_linestyle(), line.get_marker()) for line in named}
-            assert len(looks) == len(named) <= 5, name
-        committed, drawn = HERE / "assets" / name, Path(name)
-        save(figure, drawn)
-        by, here = (Image.open(path).info["Software"] for path in (committed, drawn))
-        if by == here and plot.matplotlib.ft2font.__freetype_build_type__ == "local":   # else letters differ
-            assert np.array_equal(*map(plot.plt.imread, (committed, drawn))), f"{name}: python plot.py --all"
-
-
-def test_committed_figures_show_only_what_was_measured(monkeypatch):
-    """Each number that was measured made 0.1234: now that is what all figures show."""
-    measured = "accuracy final by_answer kl betas keys held_out samples".split()
-
-    def fake(x, key=""):
-        if isinstance(x, dict):
-            return {name: fake(value, name) for name, value in x.items()}
-        if isinstance(x, list):
-            return [fake(value, key) for value in x]
-        return 0.1234 if key in measured and type(x) in (int, float) else x
-
-    for name, figure in all_figures(monkeypatch, fake).items():
-        numbers = []
-        for axes in figure.axes[8 if name == "headline.png" else 0:]:         # the first 8 are by hand
-            lines = [line for line in axes.lines if line.get_color() != "gray"]
-            xy = "get_xdata" if name == "samples.png" else "get_ydata"
-            numbers += [number for line in lines for number in getattr(line, xy)()]
-            numbers += [number for image in axes.images for number in image.get_array().compressed()]
-        if name not in ("filters.png", "lengths.png", "ladder.png"):      # computed; counts; words in cells
-            assert len(numbers) >= 2 and np.allclose(numbers, 0.1234), name
+    letters = plot.matplotlib.ft2font.__freetype_build_type__
+    shutil.copytree(HERE / "assets", "assets", ignore=shutil.ignore_patterns("*.png"))
+    plot.main(["--all"])
+    drawn = {path.name for path in Path("assets").glob("*.png")}
+    assert drawn == {path.name for path in (HERE / "assets").glob("*.png")}
+    for name in drawn:
+        one, other = (Image.open(folder / name) for folder in (Path("assets"), HERE / "assets"))
+        if (one.info["Software"], letters) != (other.info["Software"], "local"):
+            pytest.skip("another version of matplotlib drew the committed pictures")
+        assert one.tobytes() == other.tobytes(), f"{name}: python plot.py --all"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -2867,16 +2747,12 @@ def test_committed_figures_show_only_what_was_measured(monkeypatch):
 
 def use(monkeypatch, task, model):
     """Let train.load return this model."""
-    def load(path, eval_at, device, eval_samples):
-        return train.Config(n_vars=3, states=task.states, device=device), task, parse_stages(eval_at), model
-
-    monkeypatch.setattr(plot, "load", load)
+    cfg = train.Config(n_vars=3, states=task.states, device="cpu")
+    monkeypatch.setattr(plot, "load", lambda path, eval_at, **_: (cfg, task, parse_stages(eval_at), model))
 
 
-@pytest.mark.parametrize("every", [100, 4])
-def test_a_model_that_forgets_is_in_wrong_states_and_still_takes_right_steps(every, monkeypatch, capsys):
-    """by_hand's model, but every 100th or 4th of 32 commands leaves its state as it was. These steps are
-    wrong, and no others."""
+def test_a_model_that_forgets_is_in_wrong_states_and_still_takes_right_steps(monkeypatch, capsys):
+    """by_hand's model, but every 4th of 32 commands keeps its state as it was: only these steps are wrong."""
     task = Repl(3, "swap", states="none")
     lm, commands = models.by_hand(task), itertools.count(1)
     exact = lm.forward
@@ -2884,7 +2760,7 @@ def test_a_model_that_forgets_is_in_wrong_states_and_still_takes_right_steps(eve
     def forgetful(tokens, state):
         hidden, after = exact(tokens, state)
         is_swap = re.fullmatch(r">>> ., . = ., .\n", task.tokenizer.decode(tokens[0].tolist()))
-        return hidden, state if is_swap and next(commands) % every == 0 else after
+        return hidden, state if is_swap and next(commands) % 4 == 0 else after
 
     monkeypatch.setattr(lm, "forward", forgetful)
     use(monkeypatch, task, lm)
@@ -2896,7 +2772,7 @@ def test_a_model_that_forgets_is_in_wrong_states_and_still_takes_right_steps(eve
             exec(source, memory)
             exec(source, known)
         for number, source in enumerate(filter(re.compile("., . = ., .").fullmatch, sources), 1):
-            was_right, executed = memory == known, number % every != 0
+            was_right, executed = memory == known, number % 4 != 0
             exec(source, memory)
             if executed:
                 exec(source, known)
@@ -2904,11 +2780,12 @@ def test_a_model_that_forgets_is_in_wrong_states_and_still_takes_right_steps(eve
                 after_wrong.append(executed)
             right.append(memory == known)
     plot.automaton(of(path="a run", at="32x32"), traces=16)
-    steps = 1 - (32 // every) / 31
-    expected = f"{np.mean(right):.2%} of commands end in the right state; {steps:.2%} of steps are right\n"
-    if after_wrong:
-        expected += f"of {len(after_wrong)} steps from a wrong state {np.mean(after_wrong):.2%} are right\n"
-    assert capsys.readouterr().out == expected and (every > 32) == all(right)
+    assert capsys.readouterr().out == (
+        f"{np.mean(right):.2%} of 512 commands end in the right state\n"
+        f"{1 - 8 / 31:.2%} of 496 steps are right\n"
+        f"{np.mean(after_wrong):.2%} of {len(after_wrong)} steps from a wrong state are right\n")
+    plot.automaton(of(path="a run", at="1x1"), traces=16)                 # one command: no step
+    assert capsys.readouterr().out == "100.00% of 16 commands end in the right state\n"
 
 
 def one_of_two_heads():
@@ -2939,7 +2816,7 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     assert len(idle) == len(tracks) == 6
     assert set(idle) == {1} and tracks[0] == 1 > tracks[3] > tracks[5] + 0.05
     assert [list(line.get_ydata()) for line in figure.axes[2].lines[:2]] == [idle, tracks]
-    assert "layer 1, head 2" in words_of(figure.axes[0])
+    assert [text.get_text() for text in figure.axes[0].get_legend().texts] == ["layer 1, head 2"]
     tokens = torch.tensor(task.batch(0, "test", Stage(32, 4), 0, 32).tokens)
     names, digits = ((tokens >= ord(first)) & (tokens < ord(first) + 3) for first in "a1")
     betas = np.quantile(2 * names.numpy() + digits.numpy(), np.linspace(0, 1, 21))
@@ -2962,32 +2839,17 @@ def test_help_has_an_example_of_every_command(capsys):
 
 
 @pytest.mark.parametrize("words, reason", [
-    ("", "give a command"), ("curve", "give a command"), ("curv out", "invalid choice"),
-    ("final nowhere", "give folders"), ("final broken.jsonl", "give folders"), ("nats table.jsonl", "no 'kl'"),
-    ("headline table.jsonl --at 64x8", "no 'by_answer'"), ("ladder other.jsonl", "no 'config'"),
-    ("final table.jsonl --models rnn", "no such runs"), ("headline table.jsonl --at 9x9", "0 curves"),
-    ("headline table.jsonl --at long", "no stage"), ("automaton nowhere --at 8x1", "no such checkpoint"),
-    ("heads one two", "give one run"),
-    ("heads empty.jsonl", "give folders"), ("final table.jsonl --save x.doc", "not supported")])
+    ("curve", "give a command"), ("curv out", "invalid choice"), ("final nowhere", "give folders"),
+    ("nats table.jsonl", "no 'kl'"), ("final table.jsonl --models rnn", "no such runs"),
+    ("headline table.jsonl --at 9x9", "0 curves"), ("headline table.jsonl --at long", "no stage"),
+    ("automaton nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
+    ("final table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
     of(result())
-    Path("broken.jsonl").write_text('{"eval": [')
-    Path("other.jsonl").write_text('{"model": "gru", "steps": 3}')
-    Path("empty.jsonl").write_text("")
     with pytest.raises(SystemExit) as error:
         plot.main(words.split())
     said = capsys.readouterr().err.splitlines()
     assert error.value.code == 2 and len(said) == 1 and "error: " in said[0] and reason in said[0], said
-
-
-def test_looks_inside_refuse_other_models(monkeypatch):
-    use(monkeypatch, Repl(3, states="text"), models.LM(small("deltanet"), 300))
-    for command in (plot.automaton, plot.heads):
-        with pytest.raises(ValueError, match="without states in the text"):
-            command(of(path="a run"))
-    use(monkeypatch, Repl(3), SimpleNamespace(blocks=[SimpleNamespace(mixer=torch.nn.LSTM(1, 1))]))
-    with pytest.raises(ValueError, match="of deltanet"):
-        plot.heads(of(path="a run"))
 
 
 # ----------------------------------------------------------------------------------------------------------
