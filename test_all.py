@@ -8,7 +8,6 @@ a float64 loop, brute force, a real Python interpreter, finite differences, a ki
 import ast
 import contextlib
 import copy
-import csv
 import dataclasses
 import functools
 import io
