@@ -1126,7 +1126,7 @@ def example(keys, B=2, T=100, H=2, K=16, V=16, gate=None, dtype=torch.float64, d
 
 def right(backend, keys, T, gate=None, K=12, V=7, dtype=torch.float32):
     """Outputs and gradients are the float64 loop's on the same rounded inputs; the state is fp32 for inputs
-    of any dtype. Errors grow with T, for (nearly) equal keys (beta is 2), and where gates forget all, in dg."""
+    of any dtype. Errors grow with T, for (nearly) equal keys (beta is 2), and in dg if gates forget all."""
     inputs = example(keys, 1, T, 2, K, V, gate, dtype, DEVICE if backend == "triton" else "cpu")
     for name, error in compare(inputs, backend).items():
         limit = TOLERANCE[torch.float32 if name == "state" else dtype] * max(1, T / 100)
@@ -1155,7 +1155,7 @@ def test_the_loop_is_the_equation(keys):
 def test_chunks_equal_the_loop_forward_and_backward(keys, gate):
     right("torch", keys, 1000, gate)
     right("torch", keys, 70, gate, K=40, dtype=torch.float64)             # chunks of 32
-    for T, dtype in itertools.product((1, 16, 100), TOLERANCE):
+    for T, dtype in itertools.product((1, 48), TOLERANCE):
         right("torch", keys, T, gate, dtype=dtype)
 
 
@@ -1439,8 +1439,8 @@ def test_marginals_are_exact_without_reveals_and_an_approximation_with_them():
         found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, symbols))
         assert np.allclose(found[ok].sum(-1), 1) and np.allclose(found[ok].sum(-2), 1)
         assert low <= abs(found - truth)[ok].max() < high
-    found, ok = pfsa.sinkhorn(pfsa.marginal_filter(3, [FIGURE_10 * 1100])[0, [0, 2000, -1]])
-    assert ok.tolist() == [True, True, False] and np.isfinite(found).all()      # the last has underflowed
+    found, ok = pfsa.sinkhorn([pfsa.marginal_filter(3, [FIGURE_10 * 1100])[0, -1], np.zeros((3, 3))])
+    assert not ok.any() and np.isfinite(found).all()                      # they have underflowed
 
 
 def believed(text):
