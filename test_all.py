@@ -92,24 +92,31 @@ def test_every_string_survives_the_tokenizer():
         text = "".join(rng.choices(pieces, k=rng.randrange(30)))
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode([0xFF, ord("a")]) == "\ufffda"                # no UTF-8, as a model may produce
-
-
-def test_a_swap_costs_9_tokens_and_a_permutation_of_five_21():
-    tokenizer = Tokenizer()
-    assert len(tokenizer.encode(">>> a, b = b, a\n")) == 9
     assert len(tokenizer.encode(">>> a, b, c, d, e = c, e, b, a, d\n")) == 21
-    assert tokenizer.encode("a1") == [ord("a"), ord("1")]
-    assert Tokenizer(("ab", "abc")).encode("abcab") == [257, 256]         # the longest lexeme first
 
 
 # ----------------------------------------------------------------------------------------------------------
 # data.py: traces
 
-KINDS = [(Repl, {"moves": "swap"}, "8x1"), (Repl, {"n_vars": 9, "moves": "swap"}, "9x4"),
-         (Repl, {"n_vars": 3}, "6x6"), (Repl, {}, "8x2:3"), (Parity, {}, "9"), (ListPerm, {"n_vars": 4}, "12"),
-         (ListPerm, {"n_vars": 9}, "6:2"), (Arith, {"digits": 1}, "12:3"), (Arith, {"digits": 3}, "4")]
+class Clock(data.Task):
+    """A task of your own is a dozen lines."""
+    n_slots, n_classes = 1, 5
+
+    def program(self, rng, stage, memory):
+        yield "c = 0"
+        for _ in range(stage.length):
+            yield f"c = (c + {rng.randrange(1, 5)}) % 5"
+        yield f"assert c == {memory['c']}"
+
+    def slots(self, memory):
+        return [memory["c"]]
+
+
+KINDS = [(Repl, {"n_vars": 9, "moves": "swap"}, "9x4"), (Repl, {}, "8x2:3"), (Parity, {}, "9"),
+         (ListPerm, {"n_vars": 4}, "6:2"), (Arith, {"digits": 3}, "12:3"), (Clock, {}, "6"),
+         (data.Trace, {"code": "loops"}, "8:4")]
 SLOTS = {Repl: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
-         Parity: lambda task, memory: [memory["p"]],
+         Parity: lambda task, memory: [memory["p"]], Clock: lambda task, memory: [memory["c"]],
          ListPerm: lambda task, memory: [x - 1 for x in memory["a"]]}     # the classes of a state, by hand
 
 
@@ -120,52 +127,16 @@ def make(task, stage, size, split="train", seed=0):
     return batch, [task.tokenizer.decode(row).rstrip("\0") for row in batch.tokens]
 
 
-def test_a_python_interpreter_prints_what_1000_traces_say():
-    """Of an assert, the interpreter is asked for the left side and shows the right one."""
-    typed, shown = [], []
-    for kind, settings, stage in KINDS:
-        task = kind(**settings)
-        for line in "".join(make(task, stage, 120)[1]).splitlines():
-            source = line.removeprefix(task.prompt)
-            if task.prompt and source == line:
-                shown.append(line)
-            elif line.startswith("assert "):
-                question, answer = line.removeprefix("assert ").split(" == ")
-                typed.append(question)
-                shown.append(answer)
-            else:
-                typed.append(source)
-    shell = subprocess.run([sys.executable, "-i", "-q"], input="\n".join(typed) + "\n", capture_output=True,
-                           text=True, timeout=60)
+@pytest.mark.parametrize("kind, settings, stage", KINDS)
+def test_a_python_interpreter_prints_what_a_trace_says(kind, settings, stage):
+    """At its prompt. If an assert does not hold, it says AssertionError."""
+    task, typed, shown = kind(**settings), [], []
+    for line in "".join(make(task, stage, 100)[1]).splitlines(keepends=True):
+        source = line.removeprefix(task.prompt)
+        (shown if task.prompt and source == line else typed).append(source)
+    shell = subprocess.run([sys.executable, "-i", "-q"], input="".join(typed), capture_output=True, text=True)
     assert "Error" not in shell.stderr
-    assert shell.stdout.splitlines() == shown and len(shown) > 2000
-
-
-@pytest.mark.parametrize("moves", ["swap", "perm"])
-def test_who_held_a_value_at_the_start_follows_from_what_was_read(moves):
-    """All arrangements that run through the lines so far agree on answer and state; at first, all do run."""
-    task = Inverse(n_vars=3, moves=moves)
-    for i in range(30):
-        worlds = [{"start": list(values), "exit": lambda: 1 / 0} for values in itertools.permutations((1, 2, 3))]
-        lines, answers, checked = task.draw(random.Random(i), Stage(9, 3), "train"), 0, False
-        for line, after in zip(lines, lines[1:] + [None]):
-            survivors = []
-            for world in worlds:
-                shown = []
-                world["print"] = lambda *x: shown.append(" ".join(map(str, x)) + "\n")
-                with contextlib.suppress(ZeroDivisionError):
-                    exec(line.source, world)
-                    survivors.append(world)
-                if shown:
-                    assert shown == [after.text] and after.answer in "abc"
-                    answers += world is worlds[0]
-            worlds = survivors
-            if line.source:
-                for world in worlds:
-                    assert line.state == [world["start"].index(world[name]) for name in "abc"]
-            checked = checked or line.source.startswith("if")
-            assert len(worlds) <= 2 if checked else len(worlds) == 6
-        assert answers == 3 and worlds
+    assert shell.stdout == "".join(shown) and (len(shown) >= 200) == (kind is Repl)
 
 
 def execute(task, text):
@@ -175,18 +146,17 @@ def execute(task, text):
         source = line.removeprefix(task.prompt) if line.startswith(task.prompt) else ""
         if not source.startswith("print"):
             exec(source, memory)
-        yield line, source, {name: x for name, x in memory.items() if name != "__builtins__"}
+        yield line, source, {name: x for name, x in memory.items() if isinstance(x, (int, list))}
 
 
 @pytest.mark.parametrize("kind, settings, stage", KINDS)
 def test_targets_are_shifted_tokens_and_answers_and_line_ends_are_marked(kind, settings, stage):
     task = kind(states="none", **settings)
-    batch, texts = make(task, stage, 50)
-    assert batch.state is None and batch.state_tokens is None
+    batch, texts = make(task, stage, 30)
+    assert batch.state is batch.state_tokens is None and not batch.state_in_text.any()
     assert (batch.target[:, :-1] == batch.tokens[:, 1:]).all() and not batch.target[:, -1].any()
-    assert not batch.state_in_text.any()
     for tokens, target, asked, ends, text in zip(*batch[:3], batch.line_end, texts):
-        said = re.findall(r"assert .* == (.*\n)" if task.whole else r"^\w (\d)$", text, re.M)
+        said = re.findall(r"assert .* == (.*\n)" if task.whole else r"(?:^\w|==) (\d)$", text, re.M)
         assert said and task.tokenizer.decode(target[asked]) == "".join(said)
         lines = text.splitlines(keepends=True)
         assert [task.tokenizer.decode(tokens[:end + 1]) for end in ends.nonzero()[0]] == [
@@ -197,9 +167,9 @@ def test_targets_are_shifted_tokens_and_answers_and_line_ends_are_marked(kind, s
 def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
     """As text for a state head, as a comment in the trace, as classes; of the same programs."""
     task = kind(**settings)
-    spoken, texts = make(kind(states="transformer", **settings), stage, 50)
-    in_text, commented = make(kind(states="text", **settings), stage, 50)
-    linear = make(kind(states="linear", **settings), stage, 50)[0] if kind in SLOTS else None
+    spoken, texts = make(kind(states="transformer", **settings), stage, 30)
+    in_text, commented = make(kind(states="text", **settings), stage, 30)
+    linear = make(kind(states="linear", **settings), stage, 30)[0] if kind in SLOTS else None
     for b, text in enumerate(texts):
         said, read, ends = [], [], spoken.line_end[b].nonzero()[0]
         for i, (line, source, memory) in enumerate(execute(task, text)):
@@ -208,42 +178,46 @@ def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
             assigns = source and not source.startswith(("print", "assert"))
             read.append(f"{line[:-1]}  # {state}\n" if assigns else line)
             assert not linear or linear.state[b, ends[i]].tolist() == SLOTS[kind](task, memory)
-        assert [task.tokenizer.decode(row).rstrip("\0") for row in spoken.state_tokens[b] if any(row)] == said
+        told = [task.tokenizer.decode(row).rstrip("\0") for row in spoken.state_tokens[b] if any(row)]
+        assert told == said[:-1] if kind is data.Trace else told == said  # no state after its assert
         assert commented[b] == "".join(read)
         told = task.tokenizer.decode(in_text.target[b][in_text.state_in_text[b]])
         assert told == "".join(re.findall("  # (.*\n)", commented[b])) and told
     assert not linear or (linear.state[~linear.line_end] == -1).all()
 
 
-SMALL = [(Parity(states="none"), "6", 64), (Parity(states="text"), "6", 64), (Repl(3, "swap"), "1x1", 54),
-         (Repl(3), "1x1", 108), (ListPerm(3), "2", 54), (Group("S3"), "3", 216),
-         (Arith(1), "1", None)]
+@pytest.mark.parametrize("moves", ["swap", "perm"])
+def test_who_held_a_value_at_the_start_follows_from_what_was_read(moves):
+    """All starts that run through the lines so far agree on answer and state."""
+    task = Inverse(n_vars=3, moves=moves)
+    for i in range(30):
+        worlds = [{"start": list(x), "exit": sys.exit} for x in itertools.permutations((1, 2, 3))]
+        answers = 0
+        for line in task.draw(random.Random(i), Stage(9, 3), "train"):
+            if not line.source:
+                assert printed == {line.text} and line.answer in "abc"
+                answers += 1
+                continue
+            survivors, printed = [], set()
+            for world in worlds:
+                with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+                    exec(line.source, world)
+                    survivors.append(world)
+                    printed.add(out.getvalue())
+                    assert line.state == [world["start"].index(world[name]) for name in "abc"]
+            worlds = survivors
+        assert answers == 3
 
 
-@pytest.mark.parametrize("task, stage, programs", SMALL)
+@pytest.mark.parametrize("task, stage, programs", [
+    (Parity(states="none"), "6", 64), (Parity(states="text"), "6", 64), (Repl(3, "swap"), "1x1", 54),
+    (Repl(3), "1x1", 108), (ListPerm(3), "2", 54), (Group("S3"), "3", 216)])
 def test_training_and_test_programs_never_meet_and_together_are_all(task, stage, programs):
     """Where there are so few programs that every one is drawn."""
-    def drawn(split, size, seed):
-        batch, _ = make(task, stage, size, split, seed)
-        return set(map(str, batch.tokens.tolist()))
-    train, test = drawn("train", 2000, seed=1), drawn("test", 600, seed=2)
+    train = set(make(task, stage, 2000, "train")[1])
+    test = set(make(task, stage, 600, "test")[1])
     assert not train & test
-    assert len(train) > 2 * len(test) > 0
-    assert programs is None or len(train | test) == programs
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_the_bits_of_held_out_parities_satisfy_no_equation(split):
-    """A CRC is linear, as parity is: if it chose test programs, a few bits would decide their answers."""
-    _, texts = make(Parity(), "16", 200, split)
-    first, *others = [int("".join(re.findall(r"= (\d)", text)[:16]), 2) for text in texts]
-    basis = []                                                            # of the differences, over GF(2)
-    for x in others:
-        x ^= first
-        for y in basis:
-            x = min(x, x ^ y)
-        basis += [x] if x else []
-    assert len(basis) == 16
+    assert len(train) > 2 * len(test) > 0 and len(train | test) == programs
 
 
 class Numbered(Dataset):
@@ -278,69 +252,40 @@ def assert_uniform(counts, classes):
     assert len(counts) <= classes and statistic < classes + 5 * math.sqrt(2 * classes), counts
 
 
-def commands(moves, stage):
-    """-> Counter of the right sides of 8,000 commands, and the traces' text."""
-    text = "".join(make(Repl(5, moves), stage, 1000)[1])
-    return Counter(re.findall(r">>> \w,.* = (.*)\n", text)), text
+@pytest.mark.parametrize("task, stage, pattern, classes", [
+    (Repl(5, "swap"), "8x1", r">>> \w, \w = (.*)\n", 10), (Repl(5, "swap"), "8x1", r"print\('(.)'", 5),
+    (Repl(5, "swap"), "8x1", r">>> a = (\d)", 5), (Repl(), "8x8", r">>> \w,.* = (.*)\n", 120),
+    (ListPerm(4), "8", r"= (a.*)", 6), (ListPerm(4), "8", r"^a = (.*)", 24), (Parity(), "8", r"= (\d)", 2)])
+def test_moves_questions_and_starts_are_uniform(task, stage, pattern, classes):
+    text = "\n".join(make(task, stage, 1000)[1])
+    assert_uniform(Counter(re.findall(pattern, text, re.M)), classes)
 
 
-def test_swaps_prints_and_permutations_are_uniform():
-    swaps, text = commands("swap", "8x1")
-    assert_uniform(swaps, 10)
-    assert_uniform(Counter(re.findall(r"print\('(.)'", text)), 5)
-    assert_uniform(Counter(re.findall(r">>> a = (\d)", text)), 5)
-    permutations, _ = commands("perm", "8x8")
-    assert_uniform(permutations, 120)
-
-
-def test_a_permutation_stage_permutes_so_many_variables():
-    pairs, _ = commands("perm", "8x8:2")                                  # two variables, in either order
-    identity = pairs.pop("a, b, c, d, e")
-    assert abs(identity / 8000 - 1 / 2) < 0.03
-    assert_uniform(pairs, 10)
-    triples, _ = commands("perm", "8x8:3")
-    moved = Counter()
-    for right, count in triples.items():
-        moved[sum(x != y for x, y in zip(right, "a, b, c, d, e"))] += count
-    assert set(moved) == {0, 2, 3} and abs(moved[3] / 8000 - 1 / 3) < 0.03
-
-
-def test_every_line_of_arithmetic_matters_and_has_the_digits_asked_for():
-    """Backwards from `a`: each line assigns to what a later line needs. P2 appendix C."""
-    kinds = Counter()
-    for text in make(Arith(3), "6", 1500)[1]:
+def test_every_line_of_arithmetic_matters():
+    """Backwards from `a`, each line assigns to what a later line needs. P2 appendix C."""
+    for text in make(Arith(3), "6", 300)[1]:
         first, *lines, _ = text.splitlines()
         needed = {"a"}
         for line in reversed(lines):
-            target, left, sign, right = re.fullmatch(r"(\w) = (\w+) ([+-]) (\w+)", line).groups()
+            target, *read = re.findall("[a-z]", line)
             needed.remove(target)                                         # a KeyError if nobody needs it
-            needed |= {x for x in (left, right) if x.isalpha()}
-            kinds.update([sign, *("name" if x.isalpha() else len(x) for x in (left, right))])
-        names, numbers = first.split(" = ")
-        assert set(names.split(", ")) == needed and len(lines) == 6
-        assert {len(x) for x in numbers.split(", ")} == {3}
-    assert set(kinds) == {"+", "-", "name", 3}
-    assert abs(kinds["+"] / kinds["-"] - 1) < 0.1
-    assert 0.25 < kinds[3] / (kinds[3] + kinds["name"]) < 1 / 3           # fewer, as some are drawn again
+            needed.update(read)
+        assert set(re.findall("[a-z]", first)) == needed
 
 
-@pytest.mark.parametrize("task, stage, other_lines", [(Parity(), "9:3", 1), (ListPerm(4), "9:3", 2),
-                                                      (Arith(2), "9:3", 2)])
-def test_a_stage_with_a_range_has_all_its_lengths_equally_often(task, stage, other_lines):
-    lengths = Counter(text.count("\n") - other_lines for text in make(task, stage, 1400)[1])
-    assert set(lengths) == set(range(3, 10))
+def test_a_stage_with_a_range_has_all_its_lengths_equally_often():
+    lengths = Counter(text.count("\n") - 1 for text in make(Parity(), "9:3", 1400)[1])
     assert_uniform(lengths, 7)
+    assert set(lengths) == set(range(3, 10))
 
 
 # ----------------------------------------------------------------------------------------------------------
 # data.py: what is refused
 
 @pytest.mark.parametrize("task, stage", [
-    *((Repl, stage) for stage in ("8x", "0", "4x8", "8x0", "", "8x1,16x2", "x1", "-8x1")),
-    *((lambda: Repl(5, "swap"), stage) for stage in ("8x1:3", "8x1:5")),
-    *((Repl, stage) for stage in ("8x1:1", "8x1:6", "8x1:forced")),
+    *((Repl, stage) for stage in ("8x", "0", "4x8", "8x0", "", "8x1,16x2", "-8x1", "8x1:1", "8x1:6")),
     *((Parity, stage) for stage in ("8x2", "8:0", "8:9", "8:x")),
-    *((Group, stage) for stage in ("8x2", "8:1", "8:x")),
+    *((Group, stage) for stage in ("8x2", "8:1", "8:x")), (lambda: Repl(5, "swap"), "8x1:3"),
     (lambda: Repl(2, "swap"), "4x4"),                            # none of its few programs is for test
     (Arith, "13"), (lambda: Repl(1), "8"), (lambda: Repl(10), "8"), (lambda: ListPerm(10), "8"),
     (lambda: Arith(0), "4"), (lambda: Arith(states="linear"), "4"), (lambda: Group(states="text"), "4")])
@@ -353,15 +298,6 @@ def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
     assert "\n" not in str(caught.value) and len(str(caught.value)) > 20
 
 
-def test_no_stage_that_a_task_evaluates_of_itself_is_without_an_answer():
-    tasks = (Repl(3), "1x1 2x2 4x3 8x8"), (Parity(), "8 9:2"), (ListPerm(3), "5"), (Arith(), "4 12:2")
-    for task, stages in tasks:
-        for stage in parse_stages(stages):
-            for farther in task.beyond(stage):
-                task.check(farther)
-                assert task.batch(0, "train", farther, 0, 1).asked.any(), farther
-
-
 # ----------------------------------------------------------------------------------------------------------
 # data.py: groups
 
@@ -372,41 +308,20 @@ ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A5": 60, "S5": 120, "S5swaps":
 def test_groups_have_their_order_and_targets_are_products(name):
     """Each element moves points; a product is where they are after all of them, one after the other."""
     task = Group(name)
-    mul = np.array(task.mul)
     assert len(set(task.elements)) == len(task.elements) == ORDERS[name]
-    assert (np.sort(mul) == np.arange(ORDERS[name])).all()                # in no row is anything twice
-    assert (mul == mul.T).all() == (name in ("Z2", "Z60"))                # abelian
+    assert (np.sort(task.mul) == np.arange(ORDERS[name])).all()                # in no row is anything twice
     batch, _ = make(task, "40", 30)
-    assert batch.tokens.shape == (30, 41) and batch.tokens.max() < len(task.tokenizer)
+    assert batch.tokens.shape == (30, 41)
     assert (batch.tokens[:, 0] == 256).all() and not batch.asked[:, 0].any() and batch.asked[:, 1:].all()
     for word, products in zip(batch.tokens[:, 1:] - 257, batch.target[:, 1:] - 257):
         points = list(range(len(task.elements[0])))
         for element, product in zip(word, products):
             points = [task.elements[element][x] for x in points]
             assert task.elements[product] == tuple(points)
+    letters = {task.elements[i] for i in np.unique(batch.tokens[:, 1:] - 257)}
+    assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
     assert (batch.line_end == batch.asked).all() and (batch.target[:, 0] == PAD).all()
     assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 257).all()
-    for stage, split in itertools.product(parse_stages(Group.curriculum), ("train", "test")):
-        assert task.batch(0, split, stage, 0, 8).tokens.shape[1] == 1 + stage.length
-    letters = [task.elements[i] for i in np.unique(make(task, "20", 200)[0].tokens[:, 1:] - 257)]
-    assert len(letters) == (10 if name == "S5swaps" else ORDERS[name])
-    assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
-
-
-@pytest.mark.parametrize("stage, words", [("2", 48), ("8", 12), ("24", 3), ("32", 3), ("100", 3)])
-def test_three_samples_of_a_group_are_three_long_words_or_more_short_ones(stage, words):
-    assert make(Group("S3"), stage, 3)[0].tokens.shape[0] == words
-
-
-@pytest.mark.parametrize("name, kind, count", [
-    ("S5", "2", 1 + 10), ("S5", "3", 1 + 10 + 20), ("S5", "4", 120 - 44), ("S5", "5", 120),
-    ("A5", "3", 1 + 20), ("S5swaps", "2", 10), ("S4", "2", 1 + 6), ("Z60", "3", 3)])
-def test_a_stage_of_a_group_says_how_many_points_a_letter_may_move(name, kind, count):
-    """Counted by hand: the identity, transpositions, 3-cycles; 44 of S5 move all five points."""
-    task = Group(name)
-    task.check(Stage(16, 1, kind))
-    batch, _ = make(task, f"16:{kind}", 400)
-    assert len(np.unique(batch.tokens[:, 1:])) == count
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -414,23 +329,20 @@ def test_a_stage_of_a_group_says_how_many_points_a_letter_may_move(name, kind, c
 
 def outcome(source, names):
     """What Python prints, and holds afterwards; None if it refuses the source."""
-    memory, printed = dict(zip(names, range(1, 10))), []
-    try:
-        exec(source, {"print": lambda *x: printed.append(x)}, memory)
-    except Exception:
-        return None
-    return printed, memory
+    memory = dict(zip(names, range(1, 10)))
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(Exception):
+        exec(source, {}, memory)
+        return printed.getvalue(), memory
 
 
 @pytest.mark.parametrize("moves, n_vars", [("swap", 4), ("perm", 3)])
 def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
     """Of 4,000 lines of the task with up to two characters changed."""
-    task, rng, accepted = Repl(n_vars, moves), random.Random(0), Counter()
-    [stage] = parse_stages("4x1")
-    lines = [line for line in data.run(task.program(rng, stage, {}), {}) if "," in line.source]
-    known = {line.source for _ in range(400) for line in task.draw(rng, stage, "train")}
+    task, rng, accepted = Repl(n_vars, moves), random.Random(0), set()
+    known = {line.source for _ in range(400) for line in task.draw(rng, Stage(4), "train")}
+    lines = sorted(line for line in known if "," in line)
     for _ in range(4000):
-        typed = list(rng.choice(lines).source)
+        typed = list(rng.choice(lines))
         for _ in range(rng.randrange(3)):
             place = rng.randrange(len(typed))
             typed[place:place + rng.randrange(2)] = rng.choice([*"abcz ,='\"()#;1", "  ", ">>> "])
@@ -438,93 +350,23 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
         try:
             line = task.line(typed)
         except ValueError as error:
-            assert "knows lines like" in str(error) and "\n" not in str(error)
+            assert typed not in lines and "\n" not in str(error)
             continue
-        accepted[line] += 1
-        assert line in known
+        accepted.add(line)
         bare = typed.strip().removeprefix(">>>").strip()
-        assert outcome(line, task.names) == outcome(bare, task.names), typed
-    assert len(accepted) > 4
-
-
-@pytest.mark.parametrize("moves, typed, line", [
-    ("swap", "b,a=a , b", "a, b = b, a"), ("swap", ">>> c, a = a, c", "a, c = c, a"),
-    ("swap", ' print( "b",b ) ', "print('b', b)"), ("perm", "a, b = b, a", "a, b, c = b, a, c"),
-    ("perm", "c, a, b = a, b, c", "a, b, c = b, c, a"), ("perm", "a = a", "a, b, c = a, b, c"),
-    *(("swap", typed, None) for typed in (
-        "", "x", "a = 1", "a, b = b", "a, b = a, b", "a, z = z, a", "print(a)", "print('a', b)",
-        "print('z', z)", "pr int('a', a)", "print(' a', a)", "a, b, c = b, c, a", "a, b = b, a = a", "=",
-        ">>>", "\udc80")),
-    ("perm", "a, b, a = b, a, a", None), ("perm", "a, b = b, c", None)])
-def test_a_line_as_people_type_it(moves, typed, line):
-    task = Repl(3, moves)
-    if line:
-        assert task.line(typed) == line
-    else:
-        with pytest.raises(ValueError, match="knows lines like [a-c, ]+ = [a-c, ]+ and print"):
-            task.line(typed)
-
-
-@pytest.mark.parametrize("moves", ["swap", "perm"])
-def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(moves):
-    for n_vars in range(2, 10):
-        task = Repl(n_vars, moves)
-        kinds = {"perm": {2: "", 3: "2x1:2"}.get(n_vars, "2x1:2 2x1:3"), "swap": ""}[moves]
-        expected = f"{kinds} 2x1 4x2 16x2 32x4 64x8" if n_vars > 2 else "8x1 16x2 32x4 64x8"
-        assert task.curriculum == expected.strip()
-        for stage in parse_stages(task.curriculum):
-            task.check(stage)
-            assert task.batch(0, "test", stage, 0, 1).asked.sum() == stage.length // stage.spacing
-
-
-# ----------------------------------------------------------------------------------------------------------
-# data.py: a task of your own
-
-CLOCK = '''
-class Clock(data.Task):
-    n_slots, n_classes = 1, 5
-
-    def program(self, rng, stage, memory):
-        yield "c = 0"
-        for _ in range(stage.length):
-            yield f"c = (c + {rng.randrange(1, 5)}) % 5"
-        yield f"assert c == {memory['c']}"
-
-    def slots(self, memory):
-        return [memory["c"]]
-'''
-
-
-def test_a_task_of_your_own_is_a_dozen_lines():
-    exec(CLOCK, scope := {"data": data})
-    task = scope["Clock"]()
-    assert len(CLOCK.strip().splitlines()) <= 12
-    [batch] = DataLoader(Numbered(task, "6"), batch_size=None, sampler=[0])
-    for tokens, target, asked, _, ends, state in zip(*batch[:6]):
-        *lines, last = task.tokenizer.decode(tokens).splitlines()
-        hours = [int(line.split()[-3].rstrip(")")) if "%" in line else 0 for line in lines]
-        clock = [hour % 5 for hour in itertools.accumulate(hours)]
-        assert len(lines) == 7 and state[ends, 0].tolist() == [*clock, clock[-1]]
-        assert task.tokenizer.decode(target[asked]) == str(clock[-1]) == last[-1]
-    assert make(scope["Clock"](states="text"), "3", 1)[1][0].count("  # c=") == 4
-
-
-def test_data_needs_no_torch():
-    code = "import sys, data; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=HERE).returncode == 0
+        assert outcome(line, task.names) == outcome(bare, task.names) is not None, typed
+    assert accepted == set(lines)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # data.py: functions unrolled into traces
 
-def unroll(code, arguments, **call):
+def unroll(code, arguments):
     """-> the row, or why there is none."""
     try:
-        return data.unroll({"id": 0, "code": code, "input": arguments, **call})
-    except data.Rejected as why:
-        return str(why)
-    except Exception as error:
-        return type(error).__name__
+        return data.unroll({"id": 0, "code": code, "input": arguments})
+    except (data.Rejected, Exception) as why:
+        return f"{type(why).__name__}: {why}"
 
 
 def settrace_states(row):
@@ -551,12 +393,11 @@ def settrace_states(row):
             seen.append(values)
         return see
 
-    before = sys.gettrace()
     sys.settrace(see)
     try:
         result = eval(row["call"], scope)
     finally:
-        sys.settrace(before)
+        sys.settrace(None)
     assert result == ast.literal_eval(row["output"])
     return [state for state, _ in groupby(filter(None, seen))]
 
@@ -582,189 +423,96 @@ def check(row):
 # `check` says whether what is RIGHT is right.
 
 RIGHT = "right"
-STATES, NAME, SYNTAX = "other states", "NameError", "SyntaxError"
-LOCALS = "another output" if sys.version_info < (3, 13) else STATES       # a snapshot, from then on
+STATES = "other states"
 CHANGED = "a variable changed outside a line that ended"
 NASTY = [
     # control flow
-    ("n", "3", "t = []\nfor i in range(n):\n    for j in range(i):\n        t.append(j)\nreturn t", RIGHT),
-    ("", "",
-     "for x in 1, 0, 4:\n    if x == 0: continue\n    if x > 3: break\n    t = x\nelse: t = 9\nreturn t",
-     ["forloop0 = iter((1, 0, 4))", "x = next(forloop0)", "t = x", "x = next(forloop0)", "x = next(forloop0)",
-      "assert (t) == 1"]),
-    ("xs", "[1]", "for x in xs: pass\nelse: x = 'end'\nwhile x: x = x[1:]\nelse: x += '!'\nreturn x", RIGHT),
-    ("xs", "[2]", "for x in xs:\n    if x < 5: xs.append(x + 3)\nreturn xs", RIGHT),
-    ("ps", "[(1, 2, 3)]", "for i, (a, *b) in enumerate(ps):\n    c, *d = a, b, i\nreturn d", RIGHT),
-    ("x", "[0, 0]", "for x[1] in range(3): x[0] += x[1]\nreturn x", RIGHT),
-    ("d", "{'a': 1}", "for d['a'] in 'xy': pass\nreturn d", RIGHT),
+    ("", "", "for x in 1, 0, 4:\n    if x == 0: continue\n    break\nelse: x = 9\nreturn x",
+     "forloop0 = iter((1, 0, 4))\nx = next(forloop0)\nassert (x) == 1"),
     ("xs", "[[1, 2]]", "for x in xs.pop(): xs.append(x)\nreturn xs", RIGHT),
-    ("x", "1", "match x:\n    case 1: y = 'one'\n    case _: y = 'more'\nreturn y", ["x = 1", "y = 'one'",
-                                                                                "assert (y) == 'one'"]),
     ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", CHANGED),
-    ("x", "3", "while True:\n    x -= 1\n    if not x: return 'done'", RIGHT),
-    ("x", "5", "return x if x else g()", ["x = 5", "assert (x if x else g()) == 5"]),
-    ("x", "0", "if x: y = 1\nelif x == 0: y = 2\nreturn y", ["x = 0", "y = 2", "assert (y) == 2"]),
     # conditions that change something are lines
     ("xs, n", "[0, 5], 0", "while xs.pop(): n += 1\nreturn n",
-     ["xs, n = [0, 5], 0", "xs.pop()", "n += 1", "xs.pop()", "assert (n) == 1"]),
+     "xs, n = [0, 5], 0\nxs.pop()\nn += 1\nxs.pop()\nassert (n) == 1"),
     ("s", "'abc'", "while (n := len(s)) > 2: s = s[1:]\nif m := n: pass\nreturn m", RIGHT),
-    ("", "", "if (n := 4) > 3: return n", ["(n := 4) > 3", "assert (n) == 4"]),
-    ("x", "[3]", "if (x and\n        x.pop()): return x", RIGHT),
     ("xs", "[1, 2]", "it = iter(xs)\nif next(it) > 0: return next(it)", "AssertionError"),
-    ("x", "[1]", "y = [z for z in x if (w := z)]\nreturn w", RIGHT),
-    ("x", "[1, 2]", "y = [x for x in x]\nreturn [y for y in x], y", RIGHT),
     # statements, as they were written
     ("x", "1", "a = x; b = 2; a, b = b, a\nif a: c = 1; d = 2\nreturn a; x = 3", RIGHT),
-    ("xs", "[2]", "ys = [\n    y   # each\n    for y in xs\n]\nreturn (ys,\n        1)", RIGHT),
+    ("x", "[3]", "if (x and  # each\n        x.pop()): return (x,\n        1)", RIGHT),
     ("", "", "t = '''x\n  y'''\ndef g():\n    u = '''a\nb'''\n    return u\nreturn t + g()", RIGHT),
-    ("s", r"'\x00\u1234'", "t = 'a\\n\\t\\'\"' + s\nreturn t", RIGHT),
-    ("x", "1", "y: int = x\nz: 'no such' = y\nw: int\nreturn z", RIGHT),
-    ("x", "2", "'''A docstring.'''\nassert x > 1, 'no'\ndel x", RIGHT),
-    ("x", "[2]", "return *x, 1", RIGHT),
-    ("x", "[]", "x.append(1)", ["x = []", "x.append(1)", "assert (None) == None"]),
-    ("x", "[5, 6]", "del x[0]\nimport math\nfrom os import path as p\nreturn math.floor(x[0])", RIGHT),
+    ("x", "[]", "x.append(1)", "x = []\nx.append(1)\nassert (None) == None"),
+    ("x", "[2]", "'''A docstring.'''\nassert x, 'no'\nimport math\ndel math\nreturn *x, 1", RIGHT),
+    ("x", "1", "z: 'no such' = x\nw: 'int'\nreturn z", RIGHT),
     # exceptions
-    ("x", "'4'", "try: y = int(x)\nexcept ValueError: y = 0\nelse: y += 1\nfinally: z = 0\nreturn y", RIGHT),
-    ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", NAME),
-    ("e", "5", "try: [][1]\nexcept IndexError as e: pass\nreturn 1", CHANGED),
-    ("x", "[1]", "try:\n    try: x[5]\n    except IndexError: raise\nexcept LookupError: x = 3\nreturn x",
-     RIGHT),
-    ("x", "[]", "for i in range(3):\n    try:\n        if i == 1: return i\n    finally: x.append(i)", RIGHT),
-    ("", "", "try: return 1\nfinally: return 2", ["assert (2) == 2"]),
-    ("x", "1", "try: return x\nfinally: x = 2", "AssertionError"),
-    ("x", "[]", "try: x.append(1) + 1\nexcept TypeError: pass\ny = 1\nreturn x", CHANGED),
+    ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", "NameError"),
+    ("", "", "try: return 1\nfinally: return 2", "assert (2) == 2"),
     ("x", "0", "while True:\n    try: x += 1\n    except: break\nreturn x", "more than 50 steps"),
-    ("d", "{}",
-     "import contextlib as c\nwith c.suppress(KeyError):\n    x = 1\n    d[0]\n    x = 2\nreturn x", RIGHT),
-    ("", "", "import io\nwith io.StringIO('a') as g: x = g.read()\nreturn x", NAME),
     # names and scopes
     ("n", "4", "k = 2\ndef g(x): return x * k\nk = 3\nreturn g(n)", RIGHT),
-    ("f", "3", "f += 1\nreturn f", RIGHT),
-    ("n", "2", "def g():\n    nonlocal n\n    n += 1\ng()\nreturn n", SYNTAX),
-    ("n", "2",
-     "def g():\n    m = 1\n    def h():\n        nonlocal m\n        m += 1\n        return m\n"
-     "    return h()\n"
-     "return g() + n", RIGHT),
     ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nreturn y", STATES),
-    ("len", "[1, 2]", "def g(x): return sum(1 for _ in x)\nreturn g(len)", RIGHT),
     ("list", "[1]", "for next in list: iter = next\nreturn iter", RIGHT),
-    ("print", "3", "return print + 1", RIGHT),
     ("x", "3", "print(x, end='')\nreturn x", RIGHT),
-    ("xs", "[1]", "fs = [lambda: i for i in range(3)]\nreturn [g() for g in fs]", RIGHT),
     ("forloop0", "4", "for x in 'a': pass\nreturn forloop0", STATES),
-    ("x", "3", "class A:\n    y = x\n    def get(self): return self.y\nreturn A().get()", RIGHT),
-    ("x", "3", "class A:\n    pass\nreturn repr(A)", "AssertionError"),
-    ("x", "3", "import functools\n@functools.cache\ndef g(y):\n    return y + x\nreturn g(1)", RIGHT),
-    ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "cannot be written"),
-    ("x", "3", "d = locals()\ny = 4\nreturn sorted(d)", LOCALS),
-    ("x", "[1, 2]", "g = (y * k for y in x)\nk = 3\nreturn sum(g)", RIGHT),
-    ("x", "1", "exec('x = 2')\nreturn x", STATES),
-    ("x", "1", "return len(locals())", "AssertionError"),
+    ("x", "3", "@(lambda g: x)\ndef y(): pass\nreturn y", RIGHT),
     # values
-    ("x", "[1]", "y = x\ny.append(2)\nz = x, x\nreturn z", RIGHT),
+    ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "cannot be written"),
     ("a, b", "*[[1]] * 2", "a.append(2)\nreturn b", STATES),
     ("", "", "return set('ba'), {'b': {2, 1}}, (1,), set(), b'x', 1j, -0.0", RIGHT),
-    ("x", "1.5", "y = float('inf')\nz = x / y\nreturn z", RIGHT),
-    ("x", "3", "return range(x)", "without a literal"),
-    ("", "", "return float('nan')", "without a literal"),
     ("x", "[]", "x.append(x)\nreturn x", "without a literal"),
     ("", "", "import random\nreturn random.random()", "another output"),
-    ("n", "3", "def g():\n    yield n\nreturn list(g())", RIGHT),
-    ("", "", "yield 1", "without a literal"),
     # limits
     ("n", "3", "return 1 if n < 1 else n * f(n - 1)", "more than 1 call"),
     ("x", "'y'", "for i in range(9): x = x * 4\nreturn 1", "more than 12000 characters of state"),
     ("", "", "x = '" + 999 * "y" + "'", "more than 1000 characters of code"),
-    ("x", "[]", "return x[9]", "IndexError"),
     # a statement, or no statement, changes something on its way out; nothing of it is seen in the output
-    ("a", "7", "b, c, d = 0, 0, 0\ntry:\n    b = a ** 9999\n    c = len(str(a))\nexcept Exception: d = 1\nreturn c",
-     "cannot be written"),
-    ("", "", "t = ([1],)\ntry: t[0] += [3]\nexcept TypeError: pass\nt = 4\nreturn t", CHANGED),
     ("xs", "[3]", "try: return xs.pop() / 0\nexcept ZeroDivisionError: return 1", CHANGED),
     ("", "", "log = []\ndef g():\n    yield 1\n    log.append(9)\nfor x in g(): z = x\nreturn 1", CHANGED),
 ]
-
-
-@pytest.mark.parametrize("parameters, arguments, body, expected", NASTY)
-def test_a_nasty_function_has_a_right_trace_or_none(parameters, arguments, body, expected):
-    code = f"def f({parameters}):\n    " + body.replace("\n", "\n    ")
-    row = unroll(code, arguments)
-    if isinstance(row, str):
-        assert expected in row
-        return
-    check(row)
-    assert expected == RIGHT or expected == row["trace"].split("\n")
-
-
-AROUND = [
- 
-     ("import math\nK = 3\ndef g(x):\n    return x * K\ndef f(x):\n    return g(x) + math.floor(2.5)\n"
+AROUND = [                                            # the same, with all of the source
+    ("import math\nK = 3\ndef g(x):\n    return x * K\ndef f(x):\n    return g(x) + math.floor(2.5)\n"
      "print(f(1))", "2",
      "import math\nK = 3\ndef g(x):\n    return x * K\nx = 2\nassert (g(x) + math.floor(2.5)) == 8"),
-    ("K = 1\ndef g():\n    return K\ndef f():\n    K = 2\n    return g()", "", "AssertionError"),
-    ("def g(x):\n    return max(x)\ndef f(x):\n    max = 0\n    y = g(x)\n    return y + max", "[1]",
-     "TypeError"),
     ("K = [1]\ndef f(x):\n    global K, M\n    K = K + [x]\n    M = x\n    return K", "2", RIGHT),
-    ("K = 1\ndef f(x=K, *, y=[]):\n    y.append(x)\n    return y\nK = 2\nf()\n", "",
-     "K = 1\nK = 2\nx, y = 1, [1]\n"
-     "y.append(x)\nassert (y) == [1, 1]"),
-    ("def f(x):\n    return x + K\nK = 1\nK = f(2)", "2", "AssertionError"),
-    ("def f(x):\n    return x\nf = lambda x: x + 1", "1", "a decorator"),
-    ("def g(x):\n    return f(x - 1)\ndef f(x):\n    return g(x) if x else 0", "1", "more than 1 call"),
+    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3",
+     "K = 1\nK = 2\nx, y, z = 3, 1, [1]\nz.append(x + y)\nassert (z) == [1, 4]"),
     ("import functools\n@functools.cache\ndef f():\n    return 1", "", "a decorator"),
-    ("def f(a, b=2, *c, d=4, **e):\n    return e", "1, z=6", "a, b, d, c, e = 1, 2, 4, (), {'z': 6}\n"
-     "assert (e) == {'z': 6}"),
+    ("def f(a, b=2, *c, d=4, **e):\n    return e", "1, z=6",
+     "a, b, d, c, e = 1, 2, 4, (), {'z': 6}\nassert (e) == {'z': 6}"),
     ("def f(g, x):\n    return g(x)", "lambda y: y + 1, 2", "g, x = lambda y: y + 1, 2\nassert (g(x)) == 3"),
     ("def f(x):\r\n\tif x:\r\n\t\ty = '\t'\r\n\treturn y\r\n", "1", "x = 1\ny = '\t'\nassert (y) == '\\t'"),
-    ("def f(x):\n    return 0\ndef f(x):\n    return x", "1",
-     "def f(x):\n    return 0\nx = 1\nassert (x) == 1"),
     ("def g(x):\n    return 0\ndef h(x):\n    return x", "1",
      "def g(x):\n    return 0\nx = 1\nassert (x) == 1"),
-    ("from __future__ import annotations\ndef f(x: List[int]):\n    return x", "1",
-     "from __future__ import annotations\nx = 1\nassert (x) == 1"),
     ("async def f():\n    return 1", "", "no function"),
-    ("def f(x) return", "1", "SyntaxError"),
-    ("def f(x):\n    return x", "1)", "SyntaxError"),
 ]
+AROUND += [(f"def f({parameters}):\n    " + body.replace("\n", "\n    "), arguments, expected)
+           for parameters, arguments, body, expected in NASTY]
 
 
 @pytest.mark.parametrize("code, arguments, expected", AROUND)
-def test_what_stands_around_a_function_is_kept_and_arguments_are_bound(code, arguments, expected):
+def test_a_nasty_function_has_a_right_trace_or_none(code, arguments, expected):
     row = unroll(code, arguments)
     if isinstance(row, str):
-        assert row == expected
-    elif expected == RIGHT:
-        check(row)
+        assert expected in row
     else:
-        assert row["trace"] == expected
-        exec(row["trace"], {})
-
-
-def test_outputs_are_compared_by_value():
-    code = "def f(x):\n    return {'a': x, 'b': 1}"
-    assert unroll(code, "16", output="{'b': True, 'a': 16.0}")["output"] == "{'a': 16, 'b': 1}"
-    assert unroll(code, "16", output="{'a': 17}") == "its output is not what the row says"
+        check(row)
+        assert expected in (RIGHT, row["trace"])
 
 
 def test_random_functions_have_the_states_that_settrace_sees():
-    rng, lengths, words, n = random.Random(0), Counter(), Counter(), 400
-    for _ in range(n):
+    rng, steps = random.Random(0), Counter()
+    for _ in range(300):
         row = unroll(*data.random_function(rng, "loops", 8))
         if isinstance(row, str):
-            assert row.startswith("more than")
-            continue
-        check(row)
-        lengths[min(row["steps"] // 10, 3)] += 1
-        words.update(set(re.findall(r"if|else|for|while", row["source"])))
-    assert lengths.total() > 0.5 * n and min(lengths[i] for i in range(4)) > n / 50 < min(words.values())
-    assert len(words) == 4
+            assert "more than" in row
+        else:
+            check(row)
+            steps[row["steps"] // 10] += 1
+    assert steps.total() > 150 and min(steps[i] for i in range(4)) > 5
 
 
 @pytest.mark.skipif("CRUXEVAL" not in os.environ, reason="give the path of cruxeval.jsonl in CRUXEVAL")
 def test_777_functions_of_cruxeval_have_the_states_that_settrace_sees(tmp_path):
-    start = sum(os.times()[:4])
     data.write_traces(os.environ["CRUXEVAL"], tmp_path / "out.jsonl")
-    assert sum(os.times()[:4]) - start < 25                               # seconds of CPU, with all processes
     rows = data.read_traces(tmp_path / "out.jsonl")
     assert len(rows) >= 777
     for row in rows:
@@ -775,30 +523,17 @@ def test_777_functions_of_cruxeval_have_the_states_that_settrace_sees(tmp_path):
 # Files
 
 HONEST = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
-LATE, SILENT = "more than 1 s", "it ends its process"
-TO_ALL_FILES = "    for fd in range(99):\n        try: os.write(fd, b'{}\\n')\n        except OSError: pass\n"
-HOSTILE = {
-    "def f():\n    while True:\n        x = 1": "more than 50 steps",
-    "def f():\n    while True:\n        try: x = 1\n        except: pass": LATE,
-    "def f():\n    return 10**10**10": LATE,
-    "import signal\ndef f():\n    signal.alarm(0)\n    signal.raise_signal(signal.SIGSTOP)": SILENT,
+HOSTILE = {                                           # and why it has no trace, if it has none
+    "import os\ndef f():\n    os.popen('sleep 0.7; touch $TMPDIR/alive')\n    return 1": "",
+    "def f():\n    return 10**10**10": "more than 1 s",
+    "import signal\ndef f():\n    signal.raise_signal(signal.SIGSTOP)": "it ends its process",
     "import os\ndef f():\n    while True:\n        os.fork()": "it raises TypeError",
-    "import subprocess\ndef f():\n    subprocess.Popen(['sleep', '99'])\n    return 1": "",
-    "import posix, time\ndef f():\n    if not posix.fork():\n        time.sleep(99)\n    return 1": "",
-    "import threading, time\ndef f():\n    threading.Thread(target=time.sleep, args=(99,)).start()": "",
-    "import sys\ndef f():\n    sys.exit()": "it raises SystemExit",
-    "import os\ndef f():\n    os._exit(0)": SILENT,
-    "import os\ndef f():\n    os.abort()": SILENT,
-    "import os\ndef g():\n" + TO_ALL_FILES + "def f():\n    g()\n    return 1": "",
-    "import os\ndef f():\n    os.closerange(0, 99)": "",
+    "import os\ndef f():\n    os._exit(0)": "it ends its process",
     "def f():\n    return len('x' * 2**30)": "it raises MemoryError",
-    "def f():\n    print('{\"trace\": 1}' * 99999)\n    return 1": "",
-    "def f():\n    return input()": "it raises EOFError",
     "def f():\n    open('file', 'w').write('y' * 2**24)": "it raises OSError",
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
     "def f():\n    return open('file').read()": "it raises FileNotFoundError",
-    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": SILENT,
-    "import builtins\ndef f():\n    builtins.locals = builtins.len = None": "it raises TypeError",
+    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it ends its process",
 }
 
 
@@ -811,15 +546,8 @@ def write(path, rows):
     return path
 
 
-def folder_of(process):
-    try:
-        return os.readlink(process / "cwd")
-    except OSError:                                                       # it has ended since
-        return ""
-
-
 def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
-    """Behind each is an honest one. In the end all folders are gone, and all processes that worked there."""
+    """Behind each is an honest one. In the end all folders are gone, and no process is left to write."""
     (tmp_path / "tmp").mkdir()
     rows = [row for code in HOSTILE for row in ({"code": code, "input": ""}, HONEST)]
     calls, out = write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl"
@@ -827,38 +555,26 @@ def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
     done = command("-c", program, cwd=HERE, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == 0 and "Error" not in done.stderr
     why = {row["line"]: row["reason"] for row in written(tmp_path / "out.rejected.jsonl")}
-    expected = {2 * i + 1: reason for i, reason in enumerate(HOSTILE.values()) if reason}
-    assert why == expected
-    kept = [f"line {n}" for n in range(1, len(rows) + 1) if n not in expected]
-    assert [row["id"] for row in written(out)] == kept
-    assert {row["output"] for row in written(out)} == {"2", "1", "None"}
+    assert why == {2 * i + 1: reason for i, reason in enumerate(HOSTILE.values()) if reason}
+    assert [row["id"] for row in written(out)] == [
+        f"line {n}" for n in range(1, len(rows) + 1) if n not in why]
     assert not any((tmp_path / "tmp").iterdir())
-    left, end = True, time.monotonic() + 2                                # a killed process needs a moment
-    while left and time.monotonic() < end:
-        left = [path for path in Path("/proc").glob("[0-9]*") if str(tmp_path / "tmp") in folder_of(path)]
-    assert not left, [(path / "stat").read_text() for path in left]
 
 
-@pytest.mark.parametrize("task, where, fault, said", [
-    ("trace", "resource.setrlimit", ValueError("no such limit"), "no such limit"),
-    ("score", "resource.setrlimit", ValueError("no such limit"), "no such limit"),
-    ("trace", "os.fork", OSError("no more processes"), "no more processes"),
-    ("trace", "data.unroll", NameError("a fault of ours"), "NameError")])
-def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(task, where, fault, said, tmp_path,
-                                                                   monkeypatch, capsys):
+@pytest.mark.parametrize("where, fault, said", [
+    ("resource.setrlimit", ValueError("no such limit"), "no such limit"),
+    ("os.fork", OSError("no more processes"), "no more processes"),
+    ("data.unroll", NameError("a fault of ours"), "NameError")])
+def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(where, fault, said, tmp_path, monkeypatch,
+                                                                   capsys):
     def failing(*_):
         raise fault
-    if task == "trace":
-        path, words = write(tmp_path / "calls.jsonl", [HONEST]), ["--out", str(tmp_path / "out.jsonl")]
-    else:
-        path = write(tmp_path / "traces.jsonl", [data.unroll(ROW)])
-        completions = write(tmp_path / "said.jsonl", [{"id": "s/input/program", "completion": "[1, 2]"}])
-        words = ["--completions", str(completions)]
+    path, out = write(tmp_path / "calls.jsonl", [HONEST]), tmp_path / "out.jsonl"
     monkeypatch.setattr(where, failing)
     with pytest.raises(SystemExit, match="2"):
-        data.main([task, "--file", str(path), "--allow-exec", *words])
+        data.main(["trace", "--file", str(path), "--allow-exec", "--out", str(out)])
     line = capsys.readouterr().err
-    assert said in line and line.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+    assert said in line and line.count("\n") == 1 and not out.exists()
 
 
 def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
@@ -877,37 +593,25 @@ def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
         assert out.read_bytes() == before
 
 
-def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path, capsys):
+def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path):
     tests = ["assert add (1, 2) == 3", "assert add('a',\n  'b') == 'ab'", "assert add(1, 2) > 0",
-             "assert add(1, 2) == 4", "assert set(add([1], [2])) == {1, 2}", "assert add(root, root) == 4.0",
-             "oops("]
+             "assert add(1, 2) == 4", "assert set(add([1], [2])) == {1, 2}", "assert add(root, root) == 4.0"]
     mbpp = {"task_id": 7, "code": "class Two:\n    x = 2\ndef add(a, b):\r\n    return a + b",
             "test_setup_code": "root = Two().x", "test_imports": ["import math"], "test_list": tests}
-    rows = [{"id": "s", "code": "def f(x):\n    return x", "input": "5", "output": "5"}, "{oops", "", mbpp,
-            {"code": "def f(): pass"}, [1], {"code": "def f(x) return", "input": ""},
-            "\ufeff" + json.dumps(HONEST)]
-    calls, out = write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl"
-    data.write_traces(calls, out)
-    found = written(out)
-    assert [row["id"] for row in found] == ["s", "7/0", "7/1", "7/5", "line 8"]
-    around = "import math\nclass Two:\n    x = 2\nroot = Two().x\n"
-    source = "import math\nclass Two:\n    x = 2\ndef add(a, b):\n    return a + b\nroot = Two().x"
-    assert found[1] == {"id": "7/0", "source": source, "call": "add(1, 2)", "output": "3",
-                        "trace": around + "a, b = 1, 2\nassert (a + b) == 3",
-                        "states": [{"a": "1", "b": "2"}], "steps": 0}
-    shape = "a test that is not assert name(input) == output"
+    rows = ["{oops", "", mbpp, {"code": "def f(): pass"}, [1], "\ufeff" + json.dumps(HONEST)]
+    data.write_traces(write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl")
+    found = written(tmp_path / "out.jsonl")
+    assert [row["id"] for row in found] == ["7/0", "7/1", "7/5", "line 6"]
+    assert found[0]["trace"] == ("import math\nclass Two:\n    x = 2\nroot = Two().x\na, b = 1, 2\n"
+                                 "assert (a + b) == 3")
+    for row in found:
+        check(row)
     keys = "no code and input, and no code, task_id and test_list"
     rejected = written(tmp_path / "out.rejected.jsonl")
     assert [(row["line"], row["id"], row["reason"].split(":")[0]) for row in rejected] == [
-        (2, "line 2", "no JSON"), (4, "7/2", shape), (4, "7/3", "its output is not what the row says"),
-        (4, "7/4", "no function"), (4, "7/6", shape), (5, "line 5", keys), (6, "line 6", keys),
-        (7, "line 7", "it raises SyntaxError")]
-    assert "5 traces" in (said := capsys.readouterr().out) and "     2  a test that is not" in said
-    for path in calls, tmp_path / "missing":
-        with pytest.raises(OSError, match="exists|No such file"):
-            data.write_traces(path, out)
-    with pytest.raises(ValueError, match="no traces; make some"):
-        data.read_traces(calls)
+        (1, "line 1", "no JSON"), (3, "7/2", "a test that is not assert name(input) == output"),
+        (3, "7/3", "its output is not what the row says"), (3, "7/4", "no function"),
+        (4, "line 4", keys), (5, "line 5", keys)]
 
 
 def test_ctrl_c_leaves_whole_files(tmp_path):
@@ -924,77 +628,63 @@ def test_ctrl_c_leaves_whole_files(tmp_path):
     assert found == [f"line {n + 1}" for n in range(len(found))]
 
 
+def test_traces_of_a_file_are_its_rows_and_what_is_tested_on_is_not_trained_on(tmp_path):
+    """Without arguments and output, no program is in both splits."""
+    rows = list(itertools.islice(data.random_rows(random.Random(0), "loops", 6), 150))
+    task = data.Trace(trace_file=write(tmp_path / "t.jsonl", rows))
+    rows, programs = {row["trace"]: row for row in rows}, {"train": set(), "test": set()}
+    for split, rng in itertools.product(programs, map(random.Random, range(100))):
+        *lines, last = task.draw(rng, Stage(51, 1, "1"), split)
+        text = "".join(line.text for line in lines)
+        row = rows[text + last.text[:-1]]
+        assert last.text.endswith(f"== {last.answer}\n") and last.answer == row["output"]
+        assert [line.state for line in lines] == [
+            ", ".join(f"{name}={x}" for name, x in state.items()) for state in row["states"]]
+        programs[split].add((text + last.text).split("\n", 1)[1].rpartition(" == ")[0])
+    assert not programs["train"] & programs["test"]
+    assert len(programs["train"]) > 16 < 4 * len(programs["test"])
+    with pytest.raises(ValueError, match="no such traces"):
+        task.draw(rng, Stage(99), "test")
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Prompts and judge
 
 ROW = {"code": "def g(xs):\n    xs.pop()\n    return xs", "input": "[1, 2]", "id": "s"}
 
 
-def test_prompts_are_those_of_the_paper():
-    row = data.unroll(ROW)
-    named = data.prompt(row, "output/program")
-    assert named == """[PYTHON]
-def identity(n):
-    return n
-assert identity(17) == ??
-[/PYTHON]
-[ANSWER]
-assert identity(17) == 17
-[/ANSWER]
-
-[PYTHON]
-def append_a(s):
-    return s + "a"
-assert append_a("x9j") == ??
-[/PYTHON]
-[ANSWER]
-assert append_a("x9j") == "x9ja"
-[/ANSWER]
-
-[PYTHON]
-def g(xs):
-    xs.pop()
-    return xs
-assert g([1, 2]) == ??
-[/PYTHON]
-[ANSWER]
-"""
-    cruxeval = data.prompt(data.unroll({**ROW, "code": ROW["code"].replace("g(", "f(")}), "output/program")
-    assert cruxeval == named.replace("identity(", "f(").replace("append_a(", "f(").replace("g(", "f(")
-    for kind, asked, said in (
-            ("output/trace", "xs = [1, 2]\nxs.pop()\nassert (xs) == ??", '"x9jba"'),
-            ("input/program", "return xs\nassert g(??) == [1]", 'assert concat("ba", "nana") == "banana"'),
-            ("input/trace", "xs = ??\nxs.pop()\nassert (xs) == [1]", '"ban", "an"')):
-        text = data.prompt(row, kind)
-        assert text.endswith(asked + "\n[/PYTHON]\n[ANSWER]\n") and f"[ANSWER]\n{said}\n[/ANSWER]\n" in text
-        answer = {"output": "[1]", "input": "[1, 2]"}[kind.split("/")[0]]
-        exec(data.question(row, kind).replace(data.HOLE, answer), {})
+@pytest.mark.parametrize("kind, question", [
+    ("output/program", "def g(xs):\n    xs.pop()\n    return xs\nassert g([1, 2]) == ??"),
+    ("output/trace", "xs = [1, 2]\nxs.pop()\nassert (xs) == ??"),
+    ("input/program", "def g(xs):\n    xs.pop()\n    return xs\nassert g(??) == [1]"),
+    ("input/trace", "xs = ??\nxs.pop()\nassert (xs) == [1]")])
+def test_a_prompt_has_two_examples_that_hold_and_a_question(kind, question):
+    _, *examples, asked = data.prompt(data.unroll(ROW), kind).split("[PYTHON]\n")
+    assert asked == f"{question}\n[/PYTHON]\n[ANSWER]\n" and len(examples) == 2
+    for example in examples:
+        form = r"(.*)\[/PYTHON\]\n\[ANSWER\]\n(.*)\n\[/ANSWER\]\n\n"
+        program, answer = re.fullmatch(form, example, re.S).groups()
+        exec(re.sub(r".*\?\?.*" if kind.endswith("program") else r"\?\?", answer, program), {})
 
 
 LIAR = "(lambda T=type: T('L', (list,), {'__eq__': lambda a, b: True})([1, 2]))()"
 VERDICTS = {                                          # for g([1, 2]), which pops: right, wrong, unreadable
     "output/program": (
-        ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[True]", "== [1]", "[1.0]",
-         "g( [1, 2] )==[1]", "```python\nassert g([1, 2]) == [1]\n```", "It is `[1]`.", "Answer: [1]",
-         "**Answer:** [1]", "[ANSWER]\n[1]\n[/ANSWER]", "It pops:\n\n[1]\nimport os",
-         "[1]\n\nBecause it pops.", "First `[9]`, then `[1]`", "```\n[9]\n```\nNo:\n```\n[1]\n```"],
-        ["[2]", "[1], 'no'", "assert g([1,2]) == [1], 'no'", "`[2]`", "[9]\n[1]"],
-        ["g([1, 2])", "[2] or True", "", "[1", "xs", "[1]) or (True", "[x for x in (1,)]", "(" * 999,
-         "assert g([9]) == [1]", '"".__class__.__base__', "[1] == [1]", "-" * 9999 + "1",
-         "{[1]: 2}", "\0", "\udc80"]),
-    "output/trace": (["[1]", " [1]\n", "assert xs == [1]", "xs == [1]", "(xs) == [1]"], ["[2]"],
-                     ["xs", "[1] or xs", "assert ys == [1]"]),
+        ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[1.0]", "g( [1, 2] )==[1]",
+         "```python\nassert g([1, 2]) == [1]\n```", "It is `[1]`.", "**Answer:** [1]",
+         "[ANSWER]\n[1]\n[/ANSWER]", "[1]\n\nBecause it pops.", "```\n[9]\n```\nNo:\n```\n[1]\n```"],
+        ["[2]", "assert g([1,2]) == [1], 'no'", "`[2]`"],
+        ["g([1, 2])", "[2] or True", "", "[1", "[1]) or (True", "[x for x in (1,)]", "(" * 999,
+         "assert g([9]) == [1]", "-" * 9999 + "1", "{[1]: 2}", "\0", "\udc80"]),
+    "output/trace": (["[1]", " [1]\n", "assert xs == [1]", "(xs) == [1]"], ["[2]"], ["[1] or xs"]),
     "input/program": (
-        ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "g([1, 3])==[1]", "g([1, 3])", "list(range(1, 3))",
-         "[1,2] # so", "[*dict(a=1).values(), lambda x: x]", "[1, '__']", "Sure\n[1, 2]",
-         "```\ng([1, 2])\n```", "Answer: [1, 5]", "[1, 2]) == [1]\nimport os #"],
-        ["[2, 1]", "[]", "1, 2", "4", "g([])"],
-        ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "[1])([2]", "", "nothing", LIAR,
+        ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "g([1, 3])", "list(range(1, 3))", "Sure\n[1, 2]",
+         "[*dict(a=1).values(), lambda x: x]", "Answer: [1, 5]"],
+        ["[2, 1]", "1, 2", "4", "g([])"],
+        ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "", "nothing", LIAR,
          "''.__class__.__class__", "(g := lambda x: [1])", "exit()", "[1]) == 0 #"]),
-    "input/trace": (
-        ["[1, 2]", "[1, None]", "xs = [1, 9]", "list(range(1, 3))", "`xs=[1, 2]`"],
-        ["[2, 1]", "[]", "1, 2", "ys = [1, 2]", "xs = len = [1, 2]"],
-        ["[1, 2]; xs = [1]", "(y := [1, 2])", LIAR]),
+    "input/trace": (["[1, None]", "xs = [1, 9]", "`xs=[1, 2]`"], ["[2, 1]", "ys = [1, 2]"],
+                    ["[1, 2]; xs = [1]", "(y := [1, 2])", LIAR]),
 }
 
 
@@ -1007,20 +697,8 @@ def test_right_answers_are_accepted_and_no_others(kind):
 
 @pytest.mark.parametrize("code, arguments, said, verdict", [
     ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", "wrong"),
-    ("def f(x):\n    return x", "3", "3.0", "right"),
-    ("def f(x):\n    return x == 5", "5", "type('A', (), {'__eq__': lambda a, b: True})()", "unreadable"),
-    ("def f(x):\n    return x == 5", "5", "1) == f(1", "unreadable"),
-    ("def f(a, b):\n    return a - b", "5, b=3", "7, 5", "right"),
-    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5)", "right"),
-    ("def f(a, b):\n    return a - b", "5, 3", "[7, 5]", "right"),
-    ("def f(a, b):\n    return a - b", "5, 3", "f(7, 5) == 2", "right"),
-    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong"),
-    ("def f(a, b=2):\n    return a[0]", "[1]", "[1]", "right"),
-    ("def g(x):\n    return 2\ndef f(x):\n    return g(x) + x", "2", "(g := lambda x: 4) and 0",
-     "unreadable"),
-    ("def get_answer(x):\n    return x", "2", "2", "right"),
-    ("def f(x):\n    return x", "{3, 1}, ", "{1, 3}", "right"),
-])
+    ("def f(a, b):\n    return a - b", "5, b=3", "(7, 5)", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong")])
 def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, verdict):
     assert data.judge(unroll(code, arguments), "input/program", said) == verdict
 
@@ -1031,7 +709,7 @@ def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
     rows = [{**row, "id": i} for i, row in enumerate(itertools.islice(made, 30))]
     data.write_prompts(write(tmp_path / "t.jsonl", rows), tmp_path / "p.jsonl")
     prompts = written(tmp_path / "p.jsonl")
-    assert len({p["id"] for p in prompts}) == len(prompts) == 120
+    assert len({p["id"] for p in prompts}) == len(prompts) == 120 and "def identity" not in str(prompts)
     said = []
     for row, kind in itertools.product(rows[:29], VERDICTS):
         answer = row["output"] if kind.startswith("output") else row["call"][2:-1]
@@ -1039,61 +717,9 @@ def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
     data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", said))
     for line in capsys.readouterr().out.splitlines():
         assert re.fullmatch(r"\S+ +28 right, 0 wrong, 1 unreadable, 1 without an answer", line)
-    for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", "[]", '{"id": "1/input/trace"}':
-        with pytest.raises(ValueError, match="line 1: give a completion"):
-            data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [bad]))
-    with pytest.raises(ValueError, match="line 2: give a completion, and a prompt's id, once"):
-        data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [said[1]] * 2))
-    with pytest.raises(ValueError, match="two rows have the same id"):
-        data.score(write(tmp_path / "t.jsonl", [rows[0]] * 2), tmp_path / "said.jsonl")
-
-
-# ----------------------------------------------------------------------------------------------------------
-# The task
-
-def test_a_drawn_trace_is_its_row_and_what_is_tested_on_is_not_trained_on(tmp_path):
-    rows = list(itertools.islice(data.random_rows(random.Random(0), "loops", 6), 300))
-    write(tmp_path / "t.jsonl", rows)
-    rows = {row["trace"]: row for row in rows}
-    everywhere, sources = data.Stage(51, 1, "1"), {}
-    stored, made = data.Trace(trace_file=tmp_path / "t.jsonl"), data.Trace(code="loops")
-    for task, stage in (stored, everywhere), (made, data.Stage(8, 1, "4")):
-        for split in "train", "test":
-            same = [[task.draw(random.Random(5), stage, split) for _ in range(2)] for _ in range(2)]
-            assert same[0] == same[1]
-            rng = random.Random(0)
-            drawn = [task.draw(rng, stage, split) for _ in range(25)]
-            sources[split] = {"".join(line.text for line in lines) for lines in drawn}
-            for lines in drawn:
-                *told, last = lines
-                assert last.text.endswith(f"== {last.answer}\n") and last.state is None
-                if stage is everywhere:
-                    row = rows["".join(line.text for line in lines)[:-1]]
-                    assert last.answer == row["output"] and len(told) == len(row["states"])
-                    for line, state in zip(told, row["states"]):
-                        text = ", ".join(f"{name}={x}" for name, x in state.items())
-                        short = len(stored.tokenizer.encode(text)) <= 100
-                        assert line.answer == "" and line.state == (text if short else None)
-                else:
-                    assert 4 <= len(told) <= 8
-        programs = {split: {re.sub("^[abcxyst, ]+ = .*\n", "", text).rpartition(" == ")[0] for text in texts}
-                    for split, texts in sources.items()}                  # without arguments and output
-        assert not programs["train"] & programs["test"]
-        assert len(sources["train"]) > 16 < 4 * len(sources["test"])
-    with pytest.raises(ValueError, match="no such traces"):
-        stored.draw(rng, data.Stage(99), "test")
-
-
-@pytest.mark.parametrize("code, never, sometimes", [
-    ("ints", "if|for|while", r"max\(.*\+= \d"),
-    ("branches", "for|while", "    if .*    else:"),
-    ("loops", "import", "    while .*    for . in range.*    if ")])
-def test_functions_are_of_the_kind_of_code_asked_for(code, never, sometimes):
-    rng = random.Random(0)
-    text = "\n".join(data.random_function(rng, code, 12)[0].partition(":\n")[2] for _ in range(300))
-    assert not re.search(never, text) and re.search(sometimes, text, re.S)
-    with pytest.raises(ValueError, match="choose one of ints, branches, loops"):
-        data.Trace(code="int")
+    for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", '{"id": "1/input/trace"}', said[1]:
+        with pytest.raises(ValueError, match="line 2: give a completion, and a prompt's id, once"):
+            data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [said[1], bad]))
 
 
 # ----------------------------------------------------------------------------------------------------------
