@@ -228,6 +228,24 @@ class Numbered(Dataset):
         return self.task.batch(7, "train", self.stage, t, 4)
 
 
+def test_the_bits_of_held_out_parities_satisfy_no_equation():
+    """A CRC is linear, as parity is: if it chose test programs, a few bits would decide their answers."""
+    _, texts = make(Parity(), "16", 200, "test")
+    first, *others = [int("".join(re.findall(r"= (\d)", text)[:16]), 2) for text in texts]
+    basis = []                                                            # of the differences, over GF(2)
+    for x in others:
+        x ^= first
+        for y in basis:
+            x = min(x, x ^ y)
+        basis += [x] if x else []
+    assert len(basis) == 16
+
+
+def test_data_needs_no_torch():
+    code = "import sys, data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=HERE).returncode == 0
+
+
 @pytest.mark.parametrize("task, stage", [(Repl(), "8x1"), (Arith(), "4:2"), (Group(), "8")])
 def test_batches_are_a_pure_function_also_in_worker_processes(task, stage):
     numbers, data_set = [5, 0, 3], Numbered(task, stage)
