@@ -2265,7 +2265,7 @@ def readme_commands():
 
 def small_config():
     """train.Config with defaults that are trained in a moment."""
-    small = dict(d_model=16, max_samples=64, warmup=16, cooldown=16, eval_samples=4)
+    small = dict(d_model=16, max_samples=32, warmup=16, cooldown=8, eval_samples=1)
     kinds = [(f.name, f.type, small.get(f.name, f.default)) for f in dataclasses.fields(train.Config)]
     return dataclasses.make_dataclass("Config", kinds)
 
@@ -2286,8 +2286,8 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
     commands = readme_commands()
     assert {words[0] for words in commands} == set(mains)
     for name, *args in commands:
-        for flag, small in {"--max-samples": "64", "--stage-samples": "64", "--params": "20000", "--at": "16x4",
-                            "--cooldown": "16"}.items():
+        for flag, small in {"--max-samples": "32", "--stage-samples": "32", "--params": "20000", "--at": "16x4",
+                            "--cooldown": "8", "--eval-samples": "1"}.items():
             if flag in args:
                 args[args.index(flag) + 1] = small
         if args == ["--help"]:
