@@ -1277,6 +1277,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     if "--allow-exec" in sys.argv and os.environ.get("PYTHONHASHSEED") != "0":
-        os.environ["PYTHONHASHSEED"] = "0"                  # sets have the same order in every run
+        os.environ["PYTHONHASHSEED"] = "0"                  # sets have the same order in every run,
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"            # and numpy starts no threads, so we may fork
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main())
