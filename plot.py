@@ -6,7 +6,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py headline out/deltanet-repl* --at 128x16      left by_hand, right P1 Fig. 4, left
     python plot.py final out/deltanet-repl*                     at a trace's last answer (P1 Fig. 4, right)
     python plot.py spacing out/spacing/*                        read with sparser prints (P1 Fig. 3)
-    python plot.py horizon assets/horizon.jsonl --by moves,carry      read without prints
+    python plot.py horizon assets/horizon.jsonl --by moves            read without prints
     python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
@@ -513,7 +513,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "nats": "assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
     "samples": "assets/told.jsonl --by states",
     "lengths": "assets/lengths.jsonl",
-    "horizon": "assets/horizon.jsonl --by moves,carry",
+    "horizon": "assets/horizon.jsonl --by moves",
     "heads": "assets/heads.jsonl",
     "filters": "",
 }
