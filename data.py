@@ -65,7 +65,7 @@ LEXEMES = (
     "assert ", " == ", " ^= ", " + ", " - ", "a[", "], a[", "] = a[", "  # ",               # programs
     "from random import random\n", " = (", ") if random() < 0.5 else (",                    # hidden branches
     "forloop", " = iter((", " = next(forloop", "assert (", ") == ", " += ", " -= ", "range(", "len(", "str(",
-    ".append(", ".replace(", ".upper()", ".pop()", "[::-1]", "[1:]",                        # functions
+    ".append(", ".replace(", ".upper()", ".pop()", "[::-1]", "[1:]",                        # functions of files
 )
 
 
@@ -207,11 +207,9 @@ class Task:
     stage_samples = 0             # not 0: a stage ends after this many traces
     settings = ()
     n_slots = n_classes = 0
-    default_states = ""           # if not linear with slots, else transformer
 
     def __init__(self, states="auto", tokenizer=None):
-        default = self.default_states or ("linear" if self.n_slots else "transformer")
-        self.states = default if states == "auto" else states
+        self.states = ("linear" if self.n_slots else "transformer") if states == "auto" else states
         self.tokenizer = tokenizer or Tokenizer()
         if self.states == "linear" and not self.n_slots:
             raise ValueError("--states linear: this task's states are text; give transformer or contrastive")
@@ -567,16 +565,16 @@ class Group(Task):
     curriculum = "8 16 32"
     settings = ("group",)
     n_slots = 1
-    default_states = "none"
 
-    def __init__(self, group="S5", **others):
+    def __init__(self, group="S5", states="auto", **others):
         self.elements, self.mul = closure(GROUPS[group])
         alphabet = GROUPS[group] if group == "S5swaps" else self.elements
         self.alphabet = [self.elements.index(element) for element in alphabet]
         self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)
         names = [f"element {i}" for i in range(self.n_classes)]
-        super().__init__(tokenizer=Tokenizer(["start", *names]), **others)
+        states = "none" if states == "auto" else states
+        super().__init__(states=states, tokenizer=Tokenizer(["start", *names]), **others)
 
     def letters(self, kind):
         """The numbers of the elements in words of a stage with this kind."""
@@ -884,6 +882,9 @@ def confine(folder, seconds):
 def guarded(work, *arguments, seconds=3):
     """work(*arguments) in a forked process with limits. -> what it returns, which JSON must be able to hold,
     or {"reason"} if there is nothing. Raises OSError if there can be no such process."""
+    if not hasattr(os, "fork"):
+        raise OSError("this system cannot fork: trace and score need Linux")
+
     def answer():
         try:
             confine(folder, seconds)
@@ -922,7 +923,8 @@ def calls_in(line, number):
     try:
         row = json.loads(line)
         if "test_list" not in row:
-            return [call | row | {"code": row["code"], "input": row["input"]}]
+            known = {key: row[key] for key in ("id", "name", "output") if key in row}
+            return [call | known | {"code": row["code"], "input": row["input"]}]
         code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
         call, task = {"code": "\n".join(code)}, row["task_id"]
         return [call | {"id": f"{task}/{i}"} | parts(test) for i, test in enumerate(row["test_list"])]
@@ -934,7 +936,7 @@ def calls_in(line, number):
 
 def parts(test):
     """MBPP's `assert name(input) == output` -> these three, else {"reason"} (P2 appendix A)."""
-    with contextlib.suppress(AttributeError, SyntaxError, ValueError):
+    with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
         [line] = ast.parse(test.strip()).body
         [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
         given = ast.unparse(line.test.left)[len(name) + 1:-1]
@@ -950,6 +952,9 @@ def write_traces(path, out, seconds=3):
     honest = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
     if "reason" in honest:                                  # the fault is ours, not that of a row
         raise OSError(f"not even f(x) = x has a trace here: {honest['reason']}")
+    for name in out, rejected:
+        if os.path.exists(name):
+            raise ValueError(f"{name} exists: choose another --out")
     with open(path, "rb") as file, open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
         try:
             for number, line in enumerate(file, 1):
@@ -1047,7 +1052,7 @@ def evaluate(program, expression):
 
 
 def output_for(row, kind, answer):
-    """What a program returns for an input, as a literal; None or {"reason"} if nothing that has one.
+    """What a program returns for an input, as a literal; None or {"reason"} if there is no such output.
 
     Raises ValueError, or what `ast` does, for an input that is no expression, or could fake an output, by
     setting a name or by an object with an == of its own."""
@@ -1057,7 +1062,9 @@ def output_for(row, kind, answer):
         if word in UNSAFE or word.startswith("__") or isinstance(node, ast.NamedExpr):
             raise ValueError(f"{answer} could fake an output")
     value = ast.unparse(call).removeprefix(call.func.id)                  # in parentheses
-    if kind == "input/program" and len(asked.args) + len(asked.keywords) > 1:
+    if kind == "input/program" and call.keywords:
+        value = value[1:-1]                                               # f(1, b=2)
+    elif kind == "input/program" and len(asked.args) + len(asked.keywords) > 1:
         value = f"*{value}"                                               # a tuple or a list of inputs
     program, _, result = question(row, kind).replace(HOLE, value).rpartition("\nassert ")
     return guarded(evaluate, program, result.removesuffix(f" == {row['output']}"))
@@ -1066,7 +1073,8 @@ def output_for(row, kind, answer):
 def judge(row, kind, completion):
     """Whether a completion is "right", "wrong" or "unreadable". Raises OSError as `guarded` does.
 
-    The answer is all of it, or in backticks, or one line; alone, or in the line in which the question has ??.
+    The answer is all of it, or in backticks, or one line; alone (17), or in the line of the ??, whole or from
+    there on (assert f(1) == 17, f(1) == 17, == 17).
     Right is an output that equals the row's (1 == 1.0), or an input for which the program returns that."""
     left, right = re.search(f"(.*){HOLE}(.*)", ast.unparse(ast.parse(question(row, kind)))).groups()
     forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert (", right), (left, right)
@@ -1091,6 +1099,8 @@ def score(path, completions):
     waiting, found = questions(path), Counter()
     with open(completions, "rb") as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 said = json.loads(line)
                 row, kind = waiting.pop(said["id"])
@@ -1201,7 +1211,7 @@ class Trace(Task):
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
             text = state_text(state)
-            if len(self.tokenizer.encode(text)) > 100:                    # too long for a state head
+            if len(self.tokenizer.encode(text)) > 100:                    # too long to be told
                 text = None
             drawn.append(Line(line, f"{line}\n", "", text))
         drawn.append(Line(last, f"{last}\n", row["output"]))
@@ -1217,7 +1227,9 @@ TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPer
 
 def samples(args):
     """Print samples of a task: traces with answers in [brackets], and the state beside each line."""
-    kind, [stage] = TASKS[args.task], parse_stages(args.stage)
+    kind, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
+    if others:
+        raise ValueError(f"--stage {args.stage}: give one stage")
     settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name) is not None}
     task = kind(states="transformer", **settings)
     task.check(stage)
@@ -1276,8 +1288,9 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if "--allow-exec" in sys.argv and os.environ.get("PYTHONHASHSEED") != "0":
-        os.environ["PYTHONHASHSEED"] = "0"                  # sets have the same order in every run,
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"            # and numpy starts no threads, so we may fork
+    # Sets have the same order in every run, and numpy starts no threads, so that we may fork.
+    needed = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
+    if "--allow-exec" in sys.argv and not needed.items() <= os.environ.items():
+        os.environ.update(needed)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main())

@@ -20,8 +20,8 @@ Mixers with an S give out o_t = S_t^T q_t, and differ in a few lines. With beta_
 1 - beta_t reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers.
 In front of every mixer is the same short convolution; conv=0 leaves it out.
 
-All have forward(x, state) -> (y, state). x is the whole sequence in training, one token in decoding, one
-segment after another in a long evaluation. The state is what a mixer carries from token to token, not the
+All have forward(x, state) -> (y, state). x is the whole sequence in training, one line after another in
+--play, one segment after another in a long evaluation. The state is what a mixer carries from token to token, not the
 state of the program that it reads; None is the start.
 
 Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. At the end, a DeltaNet whose weights
@@ -46,8 +46,8 @@ RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depen
 
 
 class Linear(nn.Linear):
-    """Its weights start normal (`init_weights` draws them), of such a size that the sum of `terms` outputs has
-    the variance of one input. Its bias starts at 0."""
+    """Its weights start normal, with a standard deviation of 1 / sqrt(terms * inputs): so the sum of `terms` such
+    outputs varies as much as one input. `init_weights` draws them. Its bias starts at 0."""
 
     def __init__(self, inputs, outputs, bias=False, terms=1):
         super().__init__(inputs, outputs, bias)
@@ -65,7 +65,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels, width):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, channels))
+        self.weight = nn.Parameter(torch.zeros(width, channels))
 
     def forward(self, x, state=None):
         if not len(self.weight):
@@ -93,7 +93,6 @@ class LinearAttention(nn.Module):
         super().__init__()
         D = cfg.d_model
         self.n_head, self.head_dim = cfg.n_head, D // cfg.n_head
-        self.beta_max = cfg.beta_max
         self.qkv = Linear(D, (1 + 2 * self.steps) * D)
         self.norm = RMSNorm(self.head_dim)
         self.out = Linear(D, D, terms=2 * cfg.n_layer)
@@ -121,6 +120,7 @@ class DeltaNet(LinearAttention):
 
     def __init__(self, cfg):
         super().__init__(cfg)
+        self.beta_max = cfg.beta_max
         self.to_beta = Linear(cfg.d_model, self.steps * cfg.n_head, bias=True)
 
     def beta(self, x):
@@ -394,12 +394,12 @@ def init_weights(model):
     """parameter                     | start
     --------------------------------|-----------------------------------------
     embedding                       | normal, std 1
-    Linear                          | normal, std 1 / sqrt(inputs)
+    Linear, also in your own mixer  | normal, std 1 / sqrt(inputs)
     Linear: mixer.out, mlp.down     | the same / sqrt(2 n_layer): together they add a variance of 1
     head, linear state head         | zero: the first guess is uniform, the first loss log(vocabulary)
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
     bias of a Linear                | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
-    all else, also in your mixer    | what its __init__ sets
+    all else in a mixer             | what its __init__ sets
     """
     nn.init.normal_(model.embed.weight)
     nn.init.zeros_(model.head.weight)

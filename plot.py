@@ -224,14 +224,14 @@ def final(args):
 
 
 def ladder(args):
-    """Word problems, a column per group. In a cell: accuracy in words of the trained length and of 4 times
-    that, and [the last stage passed] if it is not the last one of training."""
+    """Word problems, a column per group. In a cell: accuracy in words of the trained length and of the next
+    length tested, and [the last stage passed] if it is not the last one of training."""
     found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
     groups, cells = list(GROUPS), {}
     for (name, group), runs in sorted(found.items(), key=lambda cell: groups.index(cell[0][1])):
         result = runs[0]
         by_seed = [[row["accuracy"] for row in result["eval"]] for result in runs]
-        at, far, *_ = np.median(by_seed, 0).round(2)        # the trained length, and 4 times that
+        at, far, *_ = np.median(by_seed, 0).round(2)        # the trained length, and the next
         words = f"{at:.0%}, {far:.0%}"
         best = max((result["passed"] for result in runs), key=len)
         if not best or best[-1]["stage"] != result["trained"]:
@@ -385,7 +385,7 @@ def one_model(args, traces, kind=torch.nn.Module):
     cfg, task, [stage], model = load(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or task.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
-        raise ValueError("give a run of repl, without states in the text; for heads, of deltanet")
+        raise ValueError("give a run of repl, without states in the text; for heads, with betas")
     return cfg, task, stage, model
 
 

@@ -716,6 +716,7 @@ def test_right_answers_are_accepted_and_no_others(kind):
 @pytest.mark.parametrize("code, arguments, said, verdict", [
     ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", "wrong"),
     ("def f(a, b):\n    return a - b", "5, b=3", "(7, 5)", "right"),
+    ("def f(a, b):\n    return a - b", "5, b=3", "assert f(b=4, a=6) == 2", "right"),
     ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong")])
 def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, verdict):
     assert data.judge(unroll(code, arguments), "input/program", said) == verdict
@@ -738,6 +739,8 @@ def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
     for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", '{"id": "1/input/trace"}', said[1]:
         with pytest.raises(ValueError, match="line 2: give a completion, and a prompt's id, once"):
             data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [said[1], bad]))
+    with pytest.raises(ValueError, match="two rows have the same id"):
+        data.write_prompts(write(tmp_path / "t.jsonl", [rows[0], rows[0]]), tmp_path / "again.jsonl")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1817,14 +1820,16 @@ def test_a_loss_that_is_not_finite_ends_with_1_keeps_what_was_good_and_the_grid_
 
 
 def test_a_run_is_never_overwritten_and_not_mistaken_for_another(tmp_path, capsys):
-    """The stages 9 and 8 make the same name as programs of 8 to 9 lines. Other test stages make no other run."""
-    flags = [*TINY, "--task", "parity", "--out", str(tmp_path), "--curriculum"]
-    assert train.main([*flags, "9 8", "--eval-at", "9"]) == 0
-    result = only(tmp_path) / "result.json"
+    """Other test stages make no other run. A folder may hold one from before a default was changed."""
+    assert go(tmp_path, "--eval-at", "4x1") == 0
+    result, checkpoint = only(tmp_path) / "result.json", only(tmp_path) / "ckpt.pt"
     before = result.stat().st_mtime_ns
-    assert train.main([*flags, "9 8", "--eval-at", "10"]) == 0 and result.stat().st_mtime_ns == before
+    assert go(tmp_path, "--eval-at", "4x2") == 0 and result.stat().st_mtime_ns == before
     assert "is finished; remove it to train again" in capsys.readouterr().out
-    assert "other settings" in refused(capsys, *flags, "9:8", "--eval-at", "9")
+    saved = train.read_checkpoint(checkpoint)
+    saved["config"]["moves"] = "swap"
+    torch.save(saved, checkpoint)
+    assert "other settings" in refused(capsys, *TINY, "--out", tmp_path)
 
 
 def test_runs_have_folders_of_their_own():
@@ -1832,6 +1837,7 @@ def test_runs_have_folders_of_their_own():
     names = {train.folder_of(Config(**{**changed, "seed": seed})).name for seed in (1, 2, 3)}
     assert len(names) == 3 and max(map(len, names)) < 255
     assert train.folder_of(Config(seed=3)) == Path("out/deltanet-repl-seed=3")
+    assert train.folder_of(Config(curriculum="9 8")) != train.folder_of(Config(curriculum="9:8"))
 
 
 def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -1937,6 +1943,7 @@ BAD = {
     "--beta-max 2.5": "explode",
     "--d-model 30 --n-head 4": "--n-head 4",
     "--model deltanet+lstm": "--n-layer 2",
+    "--seed 0,1 --model deltanet,deltanet+lstm": "--n-layer 2",          # before the first run
     "--device tpu": "choose from cpu",
     "--params 3000": "at least",
     "--task arith --states linear": "transformer or contrastive",

@@ -15,8 +15,9 @@ and what a model carries from token to token.
 Curriculum: stages LxS, L commands with a print after every S-th (P1 section 4). A stage is passed when enough
 answers of the last ten batches are right (--advance), or after a number of traces (--stage-samples).
 
-Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces, but
-at most over a third of --max-samples. The fall starts when the last stage is passed.
+Learning rate: up in a straight line, constant, then down half a cosine over the last `cooldown` traces (at
+most a third of --max-samples). The fall starts when the last stage is passed, or so many traces before
+--max-samples.
 
 A run leaves a folder with ckpt.pt and result.json. If it is stopped, the same command goes on from its last
 checkpoint. A batch depends only on the seed, the stage and its number, so the run then ends with the same
@@ -58,8 +59,8 @@ class Config:
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
     task: str = "repl"             # one of the TASKS of data.py and pfsa.py
-    n_vars: int = 5                # repl, listperm, pfsa: how many variables
-    moves: str = "perm"            # repl: a command is a perm(utation) of all variables, or a swap of two
+    n_vars: int = 5                # repl, inverse, listperm, pfsa: how many variables
+    moves: str = "perm"            # repl, inverse: a command is a perm(utation) of all variables, or a swap
     group: str = "S5"              # group: one of data.py's GROUPS
     digits: int = 2                # arith: digits per number
     trace_file: str = ""           # trace: a file from `data.py trace`; else random functions
@@ -73,9 +74,9 @@ class Config:
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
     n_householder: int = 2         # deltaproduct: reflections per token
-    states: str = "auto"           # a state head (linear, transformer, contrastive), text, none, or auto
+    states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
     # training
-    reveal_weight: float = 1.0     # extra weight on answers, one token in 181 at 64x8
+    reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
     batch_size: int = 8            # traces per step; small, as the first stage takes many steps
     learning_rate: float = 6e-3    # the peak
     warmup: int = 320              # traces until the peak
@@ -114,10 +115,11 @@ def build(cfg, lexemes=None):
     tests = task.beyond(stages[-1]) if cfg.eval_at == "auto" else parse_stages(cfg.eval_at)
     for stage in stages + tests:
         task.check(stage)
+        task.batch(cfg.seed, "test", stage, 0, 1)         # raises ValueError if there are no such traces
     if cfg.n_layer < len(cfg.model.split("+")):
         raise ValueError(f"--model {cfg.model} alternates mixers: give --n-layer {len(cfg.model.split('+'))}")
-    if cfg.d_model % (2 * cfg.n_head):
-        raise ValueError(f"--d-model {cfg.d_model}: give a multiple of twice --n-head {cfg.n_head}")
+    if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
+        raise ValueError(f"--d-model {cfg.d_model}: give a multiple of 4 and of twice --n-head {cfg.n_head}")
     if cfg.beta_max > 2:
         raise ValueError(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1]: states explode")
 
@@ -176,7 +178,7 @@ def evaluate(model, task, stage, cfg):
         size = min(cfg.batch_size, cfg.eval_samples - first)
         batch = to_tensors(task.batch(cfg.seed, "test", stage, t, size), cfg.device)
         right, state = torch.zeros_like(batch.asked), None
-        scores = torch.zeros(*right.shape, 3, dtype=torch.double, device=cfg.device)
+        scores = torch.zeros(*right.shape, 3, dtype=torch.double)     # on the CPU, as mps has no doubles
         for start in range(0, right.shape[1], SEGMENT):
             here = slice(start, start + SEGMENT)
             target, asked = batch.target[:, here], batch.asked[:, here]
@@ -185,10 +187,10 @@ def evaluate(model, task, stage, cfg):
                 logits = model.head(hidden)
             right[:, here] = logits.argmax(-1) == target
             if batch.predictive is not None:
-                exact = batch.predictive[:, here][asked]
-                scores[:, here][asked] = compare(logits[asked], target[asked], exact)
-        rows.append(answers(task, batch, right))
-        nats.append(scores[batch.asked])
+                said = logits[asked], target[asked], batch.predictive[:, here][asked]
+                scores[:, here][asked.cpu()] = compare(*(x.cpu() for x in said))
+        rows.append(answers(task, batch, right).cpu())
+        nats.append(scores[batch.asked.cpu()])
     by_answer = torch.cat(rows).double().mean(0)
     row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
            "by_answer": by_answer.tolist()}
@@ -231,7 +233,7 @@ def folder_of(cfg):
     for f in fields(Config):
         if f.name not in ["model", "task", *ASIDE] and getattr(cfg, f.name) != f.default:
             words.append(f"{f.name}={getattr(cfg, f.name)}")
-    return Path(cfg.out) / re.sub(r"[^\w=.+-]+", "_", "-".join(words))
+    return Path(cfg.out) / re.sub(r"[^\w=.+-]+", "_", "-".join(words).replace(":", "-"))
 
 
 def commit():
@@ -243,7 +245,7 @@ def commit():
 
 def run(cfg):
     """Train and test one model. It leaves ckpt.pt and result.json in its folder. -> 0, or 1 if the loss or its
-    gradient is not finite; then the checkpoint is the last good one. Raises ValueError for bad settings."""
+    gradient is not finite; a checkpoint, if there is one, is good. Raises ValueError for bad settings."""
     folder, saved = folder_of(cfg), None
     if (folder / "ckpt.pt").exists():
         saved = read_checkpoint(folder / "ckpt.pt")
@@ -252,7 +254,7 @@ def run(cfg):
     if (folder / "result.json").exists():
         print(f"{folder} is finished; remove it to train again")
         return 0
-    task, stages, tests, model = build(cfg, saved and saved["lexemes"])
+    task, stages, tests, model = build(cfg, saved["lexemes"] if saved else None)
     optimizers, made_by = make_optimizers(model), commit()
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
     of_each = cfg.stage_samples or task.stage_samples     # 0: a stage ends only by --advance
@@ -273,7 +275,8 @@ def run(cfg):
         os.replace(folder / "ckpt.tmp", folder / "ckpt.pt")           # never half a file
 
     chance, head_dim = task.chance(stages[-1]), cfg.d_model // cfg.n_head
-    backend, why = resolve_backend("auto", cfg.device, K=head_dim, V=head_dim)
+    dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
+    backend, why = resolve_backend("auto", cfg.device, dtype, head_dim, head_dim)
     print(f"run     {folder}" + (f", from step {at.step}" if saved else ""))
     print(f"task    {cfg.task}, stages {' '.join(map(str, stages))}; chance {chance:.1%}")
     print(f"model   {cfg.model}, {count(model):,} parameters; states told: {task.states}")
@@ -284,7 +287,7 @@ def run(cfg):
     while at.samples < at.end:
         # learning rate
         up = min(1, (at.samples + cfg.batch_size) / max(cfg.warmup, cfg.batch_size))
-        down = min(1, max(0, at.samples - (at.end - cooldown)) / max(cooldown, 1))
+        down = max(0, at.samples - (at.end - cooldown)) / max(cooldown, 1)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
@@ -345,7 +348,8 @@ def run(cfg):
               "steps": at.step, "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out,
               "eval": rows, "commit": made_by, "torch": torch.__version__,
               "threads": torch.get_num_threads(), "config": asdict(cfg)}
-    (folder / "result.json").write_text(json.dumps(result) + "\n")
+    (folder / "result.tmp").write_text(json.dumps(result) + "\n")
+    os.replace(folder / "result.tmp", folder / "result.json")
     print(f"next    python plot.py curve {folder}")
     return 0
 
@@ -379,7 +383,7 @@ def load(path, **changes):
 @torch.no_grad()
 def play(path, **changes):
     """Python executes the lines that you type; the model says what it expects each print to show. It reads on
-    after the true answer."""
+    after the true answer. Ctrl-D ends it."""
     cfg, task, _, model = load(path, **changes)
     if cfg.task != "repl" or cfg.states == "text":
         raise ValueError(f"--play {path}: give a model trained on repl, without states in the text")
@@ -420,7 +424,8 @@ def play(path, **changes):
 # python train.py
 
 HAVE = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
+CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "code": data.HEADS,
+           "dtype": ["fp32", "bf16"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": [name for name, there in HAVE.items() if there]}
 MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
@@ -458,14 +463,17 @@ def main(argv=None):
     parser.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model expects")
     given = vars(parser.parse_args(argv))
     to_eval, to_play = given.pop("eval", None), given.pop("play", None)
-    grid = list(itertools.product(*given.values()))
+    grid = list(dict.fromkeys(itertools.product(*given.values())))          # each cell once
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))    # by torchrun
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     code = 0
     try:
         if (to_eval or to_play) and not set(given) <= set(FOR_EVAL):
-            raise ValueError(f"a trained model keeps its settings: give only --{', --'.join(FOR_EVAL)}")
+            flags = ", --".join(FOR_EVAL).replace("_", "-")
+            raise ValueError(f"a trained model keeps its settings: give only --{flags}")
+        for cell in [] if to_eval or to_play else grid:
+            build(Config(**dict(zip(given, cell))))       # a bad setting is told before the first run
         for cell in grid[rank::processes]:
             settings = dict(zip(given, cell))
             if to_play:
@@ -480,7 +488,7 @@ def main(argv=None):
         parser.error(str(error))
     except KeyboardInterrupt:
         if not (to_eval or to_play):
-            print("stopped; the same command goes on from the last checkpoint")
+            print("stopped; the same command goes on from the last checkpoint, if there is one")
         return 130
     return code
 
