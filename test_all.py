@@ -281,7 +281,9 @@ def test_moves_questions_and_starts_are_uniform(task, stage, pattern, classes):
 
 def test_every_line_of_arithmetic_matters():
     """Backwards from `a`, each line assigns to what a later line needs. P2 appendix C."""
-    for text in make(Arith(3), "6", 300)[1]:
+    texts = make(Arith(3), "6", 300)[1]
+    assert set(re.findall(" ([+-]) ", "".join(texts))) == {"+", "-"}
+    for text in texts:
         first, *lines, _ = text.splitlines()
         needed = {"a"}
         for line in reversed(lines):
@@ -340,6 +342,11 @@ def test_groups_have_their_order_and_targets_are_products(name):
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
     assert (batch.line_end == batch.asked).all() and (batch.target[:, 0] == PAD).all()
     assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 257).all()
+
+
+def test_a_stage_of_a_group_says_how_many_points_an_element_may_move():
+    batch, _ = make(Group("S5"), "16:3", 200)
+    assert len(np.unique(batch.tokens[:, 1:])) == 1 + 10 + 20             # identity, transpositions, 3-cycles
 
 
 # ----------------------------------------------------------------------------------------------------------
