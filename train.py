@@ -381,6 +381,19 @@ def load(path, **changes):
 
 
 @torch.no_grad()
+def beliefs(task, model, state, traces=1):
+    """If all variables of repl were printed now, in each of `traces` traces that were read to `state`: what the
+    model expects of each print -> probabilities of all tokens (traces, n_vars, vocabulary)."""
+    found = []
+    for name in task.names:
+        question = task.tokenizer.encode(f"{task.prompt}print('{name}', {name})\n{name} ")
+        tokens = torch.tensor([question] * traces, device=model.head.weight.device)
+        hidden, _ = model(tokens, state)
+        found.append(model.head(hidden[:, -1]).softmax(-1))
+    return torch.stack(found, 1)
+
+
+@torch.no_grad()
 def play(path, **changes):
     """Python executes the lines that you type; the model says what it expects each print to show. It reads on
     after the true answer. Ctrl-D ends it."""
