@@ -29,7 +29,6 @@ are written by hand. Not here: dropout, weight tying, padding masks.
 
 Look at them:   python models.py
 """
-import functools
 import math
 from types import SimpleNamespace
 
@@ -42,7 +41,16 @@ from torch.nn.utils.rnn import pad_sequence
 from kernels import decay_scan, delta_rule
 
 PAD = 0                                            # the token after a trace's end, as in data.py
-RMSNorm = functools.partial(nn.RMSNorm, eps=1e-5)  # torch's own eps would depend on the dtype
+
+
+class RMSNorm(nn.RMSNorm):
+    """In the dtype of its weight, also under autocast."""
+
+    def __init__(self, width):
+        super().__init__(width, eps=1e-5)          # torch's own eps would depend on the dtype
+
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Linear(nn.Linear):
@@ -411,6 +419,25 @@ def init_weights(model):
             nn.init.uniform_(module.weight, -bound, bound)
 
 
+def count(model):
+    """Its number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def make_optimizers(model):
+    """-> [AdamW, Muon]. Muon has the blocks' matrices: it makes a step's singular values about equal, and the
+    step as large as AdamW's, so one learning rate serves both. AdamW has the rest: vectors, what is outside
+    the blocks, and matrices with a side of 16 or less, such as a projection to one number per head."""
+    in_blocks, matrices, rest = set(model.blocks.parameters()), [], []
+    for p in model.parameters():
+        large = p in in_blocks and p.ndim == 2 and min(p.shape) > 16
+        (matrices if large else rest).append(p)
+    optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0)]
+    if matrices:                                          # blocks of width 16 have none
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
 # ----------------------------------------------------------------------------------------------------------
 # State heads (P2 section 4): supervise the hidden vector at a line's end with the program's state there.
 # All have loss(lm, hidden, batch) -> nats: hidden (B, T, D) from LM.forward, batch a data.Batch of tensors.
@@ -579,12 +606,11 @@ def main():
     for name in [*MIXERS, "deltanet+lstm"]:
         cfg.model = name
         model = LM(cfg, vocab_size=256)
-        size = sum(p.numel() for p in model.parameters())
         whole, state = model(tokens)
         numbers = sum(x.numel() for x in tensors(state))
         pieces = [in_pieces(model, tokens, length) for length in (1, 23)]
         one, some = ((x - whole).abs().max() for x in pieces)
-        print(f"{name:18s}{size:12,}{numbers:16,}{one:16.0e}{some:13.0e}")
+        print(f"{name:18s}{count(model):12,}{numbers:16,}{one:16.0e}{some:13.0e}")
     print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens")
 
 

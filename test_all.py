@@ -1680,9 +1680,9 @@ def result_of(folder):
 
 
 def timeless(x):
-    """Without what a clock says."""
+    """Without what a clock and the command line say."""
     if isinstance(x, dict):
-        return {key: timeless(value) for key, value in x.items() if "seconds" not in key and key != "config"}
+        return {key: timeless(value) for key, value in x.items() if key not in ("seconds", "config", "argv")}
     return [timeless(value) for value in x] if isinstance(x, list) else x
 
 
@@ -1699,6 +1699,13 @@ def at_call(monkeypatch, number, act):
 
 def interrupt():
     raise KeyboardInterrupt
+
+
+def run_again(tmp_path, capsys, *args):
+    """A run that ends well -> what it prints."""
+    capsys.readouterr()
+    assert go(tmp_path, *args) == 0
+    return capsys.readouterr().out
 
 
 def refused(capsys, *args):
@@ -1719,7 +1726,7 @@ def test_a_tiny_model_learns_three_variables(tmp_path):
     assert done.returncode == 0, done.stderr
     result = result_of(only(tmp_path))
     assert list(result) == ("model task seed params chance trained reached samples steps seconds passed held_out "
-                            "eval commit torch threads config").split()
+                            "eval commit files argv torch threads config").split()
     accuracy = [row["accuracy"] for row in result["eval"]]
     assert accuracy[0] >= 0.99 and accuracy[1] >= 0.95, accuracy
     assert [passed["stage"] for passed in result["passed"]] == ["2x1:2", "4x1", "8x2"]
@@ -1759,8 +1766,8 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, monkeypatch, interrupted):
-    """Also if it goes on from the checkpoint of the 20th. The traces end a batch after the last stage is passed."""
+def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, monkeypatch, capsys, interrupted):
+    """And the log says so. Also if it goes on from the checkpoint of the 20th. The traces end a batch after the last stage is passed."""
     rights, batches, stops, honest = [1] * 10 + [0] * 5 + [1] * 20, [], [22] * interrupted, train.losses
 
     def said(*args):
@@ -1779,6 +1786,14 @@ def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, m
     result = result_of(only(tmp_path))
     assert [row["steps"] for row in result["passed"]] == [10, 24] and result["steps"] == 25
     assert result["reached"] == "4x1"
+    log = re.findall(r"step (\d+): .*, stage (.*), (.*)% right.* at (.*), loss (.*) = next (.*) \+ .* (.*) \+ .* (.*)",
+                     capsys.readouterr().out)
+    told = {(step, where, right, tested) for step, where, right, tested, *_ in log}
+    assert told == {("5", "3x1 (1 of 2)", "100.0", "3x1"), ("10", "3x1 (1 of 2)", "100.0", "3x1"),
+                    ("15", "4x1 (2 of 2)", "0.0", "4x2"), ("20", "4x1 (2 of 2)", "50.0", "4x2"),
+                    ("25", "4x1 (2 of 2)", "100.0", "4x2")}
+    for *_, loss, one, two, three in log:
+        assert float(loss) == pytest.approx(float(one) + float(two) + float(three), abs=2e-3)
 
 
 @pytest.mark.parametrize("task, states", [("repl", "text"), ("group", "auto"), ("listperm", "contrastive"),
@@ -1788,6 +1803,7 @@ def test_every_task_trains_and_is_evaluated_again_from_its_folder(tmp_path, caps
     assert go(tmp_path, *flags, "--curriculum", "4x2" if task == "pfsa" else "4") == 0
     rows = re.findall("^eval .*", capsys.readouterr().out, re.M)
     assert len(rows) == len(result_of(only(tmp_path))["eval"]) > 1
+    assert ("the last" in rows[0]) == (task not in ("listperm", "arith"))        # these ask once
     assert train.main(["--eval", str(only(tmp_path)), "--device", "cpu"]) == 0
     assert re.findall("^eval .*", capsys.readouterr().out, re.M) == rows
 
@@ -1803,12 +1819,83 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, c
         at_call(patch, 50 + 7, interrupt)
         assert go(tmp_path / "halves", *flags) == 130
     assert go(tmp_path / "halves", *flags) == 0
-    assert ", from step 50\n" in capsys.readouterr().out
+    assert ", continues at step 50\n" in capsys.readouterr().out
     whole, halves = (only(tmp_path / x) for x in ("whole", "halves"))
     assert timeless(result_of(whole)) == timeless(result_of(halves)) and len(result_of(whole)["held_out"]) == 4
     a, b = (train.read_checkpoint(x / "ckpt.pt") for x in (whole, halves))
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-    assert a["optimizers"] == b["optimizers"] == []                       # a finished run needs none
+
+
+@pytest.mark.parametrize("flags, stopped", [
+    ([], []), ([], [12 - 1]), ([], [12 + 5]), (["--cooldown", 4], [])])   # a fall shorter than a batch
+def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_path, monkeypatch, capsys, flags, stopped):
+    """12 steps, then 24: other numbers after step 8, when the learning rate begins to fall. Nothing is lost."""
+    assert go(tmp_path / "whole", "--max-samples", 192, *flags) == 0
+    with monkeypatch.context() as patch:
+        for number in stopped:
+            at_call(patch, number, interrupt)
+        first = go(tmp_path / "parts", "--max-samples", 96, *flags)
+        if not first:
+            assert "with a larger one, the same command goes on" in capsys.readouterr().out
+            done = result_of(only(tmp_path / "parts"))
+        go(tmp_path / "parts", "--max-samples", 192, *flags)
+    folder = only(tmp_path / "parts")
+    assert go(tmp_path / "parts", "--max-samples", 192, *flags) == 0
+    whole, parts = (result_of(only(tmp_path / name)) for name in ("whole", "parts"))
+    assert timeless(whole) == timeless(parts) and whole["steps"] == 24
+    a, b = (train.read_checkpoint(only(tmp_path / name) / "ckpt.pt") for name in ("whole", "parts"))
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    if not first:
+        assert json.loads((folder / "96-result.json").read_text()) == done
+    if not first and not flags:
+        kept = train.evaluate(train.load(folder / "96-ckpt.pt")[3], Repl(3), Stage(4, 2), Config(eval_samples=8))
+        assert kept["accuracy"] == done["eval"][0]["accuracy"]
+
+
+def test_a_run_that_ended_for_its_last_stage_does_not_go_on_and_fewer_traces_are_refused(tmp_path, monkeypatch, capsys):
+    flags = ["--advance", 0.01, "--cooldown", 8]
+    assert "a larger one" not in run_again(tmp_path / "passed", capsys, *flags)
+    assert "is finished" in run_again(tmp_path / "passed", capsys, *flags, "--max-samples", 999)
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, interrupt)
+        assert go(tmp_path / "stopped") == 130
+    assert "give that, or more" in refused(capsys, *TINY, "--max-samples", 48, "--out", tmp_path / "stopped")
+
+
+def test_what_was_trained_by_other_code_is_never_mixed_with_it(tmp_path, monkeypatch, capsys):
+    assert go(tmp_path / "done") == 0
+    at_call(monkeypatch, 7, interrupt)
+    assert go(tmp_path / "stopped") == 130
+    monkeypatch.setitem(train.CODE, "models.py", "edited")
+    again = run_again(tmp_path / "done", capsys)
+    assert "is finished" in again and "note    models.py has changed since: these are the old numbers" in again
+    assert "error: models.py has changed" in refused(capsys, *TINY, "--out", tmp_path / "stopped")
+    assert "models.py has changed" in refused(capsys, *TINY, "--max-samples", 200, "--out", tmp_path / "done")
+    assert train.main(["--eval", str(only(tmp_path / "done"))]) == 0
+    assert "note    models.py has changed" in capsys.readouterr().out
+    monkeypatch.setattr(models, "MLP", lambda cfg: torch.nn.Linear(cfg.d_model, cfg.d_model))
+    assert "do not fit" in refused(capsys, "--eval", only(tmp_path / "done"))
+
+
+def test_a_run_depends_on_its_code_and_on_its_file_of_traces(tmp_path, monkeypatch):
+    files = train.origin(Config())["files"]
+    assert files.keys() == {"data.py", "kernels.py", "models.py", "pfsa.py", "train.py"}
+    copy = tmp_path / "models.py"
+    shutil.copy(HERE / "models.py", copy)
+    assert train.digest(copy) == files["models.py"]
+    copy.write_text(copy.read_text().replace("beta_shift = -6", "beta_shift = -5"))
+    assert train.digest(copy) != files["models.py"]
+    assert train.origin(Config(trace_file=str(copy)))["files"] == {**files, str(copy): train.digest(copy)}
+
+
+def test_a_folder_is_used_by_one_process_at_a_time(tmp_path, monkeypatch, capsys):
+    at_call(monkeypatch, 7, interrupt)
+    assert go(tmp_path) == 130
+    before = (only(tmp_path) / "ckpt.pt").read_bytes()
+    with train.FileLock(only(tmp_path) / ".lock"):
+        assert "in use by another process" in refused(capsys, *TINY, "--out", tmp_path)
+    assert (only(tmp_path) / "ckpt.pt").read_bytes() == before
+    assert go(tmp_path) == 0
 
 
 def test_ctrl_c_ends_a_run_with_130_and_says_that_it_can_go_on(tmp_path):
@@ -1867,7 +1954,8 @@ def test_a_run_is_never_overwritten_and_not_mistaken_for_another(tmp_path, capsy
     result, checkpoint = only(tmp_path) / "result.json", only(tmp_path) / "ckpt.pt"
     before = result.stat().st_mtime_ns
     assert go(tmp_path, "--eval-at", "4x2") == 0 and result.stat().st_mtime_ns == before
-    assert "is finished; remove it to train again" in capsys.readouterr().out
+    out, [row] = capsys.readouterr().out, result_of(only(tmp_path))["eval"]
+    assert "is finished; remove it to train again" in out and f"4x1: {row['accuracy']:.2%} right" in out
     saved = train.read_checkpoint(checkpoint)
     saved["config"]["moves"] = "swap"
     torch.save(saved, checkpoint)
@@ -1882,7 +1970,7 @@ def test_runs_have_folders_of_their_own():
     assert train.folder_of(Config(curriculum="9 8")) != train.folder_of(Config(curriculum="9:8"))
 
 
-def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     flags = ["--seed", "0,1", "--model", "deltanet,gru"]
     with monkeypatch.context() as patch:
         at_call(patch, 12 + 12 + 7, interrupt)                            # in the third of four runs
@@ -1893,6 +1981,34 @@ def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypa
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
     done = [result_of(folder) for folder in tmp_path.iterdir()]
     assert {(row["model"], row["seed"]) for row in done} == {*itertools.product(("deltanet", "gru"), (0, 1))}
+    *_, hint = capsys.readouterr().out.splitlines()
+    command, *folders = hint.removeprefix("next    python plot.py ").split()
+    assert command == "curve" and {*map(Path, folders)} == {*tmp_path.iterdir()}
+
+
+def test_a_short_run_has_a_shorter_fall_and_says_so_and_no_warning(tmp_path, capsys):
+    flags = ["--max-samples", 96, "--cooldown", 2560, "--eval-samples", 1]
+    for more in (["--dtype", "bf16"], ["--task", "pfsa", "--curriculum", "auto"],
+                 ["--task", "trace", "--curriculum", "4", "--eval-at", "4"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.set_warn_always(True)
+            assert "falls over the last 32 traces, a third of --max-samples" in run_again(tmp_path, capsys, *flags, *more)
+            torch.set_warn_always(False)
+    assert "the last 16 traces\n" in run_again(tmp_path, capsys, "--cooldown", 16)
+
+
+def test_the_bar_shows_the_stage_and_what_it_needs_and_no_end_that_nobody_knows(tmp_path, monkeypatch):
+    bars, losses = [], train.losses
+
+    class Bar(train.tqdm):
+        def update(self, n):
+            bars.append((self.desc, self.total))
+    monkeypatch.setattr(train, "tqdm", Bar)
+    monkeypatch.setattr(train, "losses", lambda *args: (losses(*args)[0], torch.ones(1)))
+    assert go(tmp_path, "--curriculum", "3x1 4x1", "--max-samples", 400, "--stage-samples", 800) == 0
+    one, two = (f"stage {stage} of 2): 100% right, needs 90% or 800 traces: " for stage in ("3x1 (1", "4x1 (2"))
+    assert bars == [(one, None)] * 10 + [(two, None)] * 10 + [(two, 160 + 32)] * 4
 
 
 def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
@@ -1935,33 +2051,35 @@ def played(folder, monkeypatch, capsys, typed):
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_played_session_shows_the_truth_and_the_models_own_odds(tmp_path, monkeypatch, capsys):
+def test_a_played_session_shows_what_python_prints_and_what_the_model_believes(tmp_path, monkeypatch, capsys):
     go(tmp_path)
-    typed = ["a, b = b, a", "oops", "", "print('a', a)", "c, a = a, c", "print('c',c )", "print('a', a)"]
-    out = played(only(tmp_path), monkeypatch, capsys, typed)
+    typed = ["a, b = b, a", "oops", "", "print(a)", "c, a = a, c", "quit", "print('a', a)"]
+    greeting, *out = played(only(tmp_path), monkeypatch, capsys, typed)
+    assert greeting.endswith("End: quit") and [line[:8] for line in out[:3]] == [">>> a = ", ">>> b = ", ">>> c = "]
     a, b, c = (line[-1] for line in out[:3])
-    assert [line[:8] for line in out[:3]] == [">>> a = ", ">>> b = ", ">>> c = "]
-    assert out[3].startswith("this model knows") and len(out) == 3 + 2 + 2 * 3
-    shown = [line.split()[1:3] for line in out if line.startswith("python:")]
-    assert shown == [["a", b], ["c", b], ["a", c]]
+    assert out[5].startswith("this model knows") and out[6] == f"a {b}" and len(out) == 3 + 1 + 1 + 1 + 2 + 1
     _, task, _, model = train.load(only(tmp_path), device="cpu")
-    with torch.no_grad():
-        lines = [*out[:3], ">>> a, b, c = b, a, c", ">>> print('a', a)", "a "]
-        hidden, _ = model(torch.tensor([task.tokenizer.encode("\n".join(lines))]))
-        assert f"({model.head(hidden[0, -1]).softmax(-1).max():.1%})" in out[5]
-        lines[-1:] = [f"a {b}", ">>> a, b, c = c, b, a", ">>> print('c', c)", "c "]       # the true answer
-        hidden, _ = model(torch.tensor([task.tokenizer.encode("\n".join(lines))]))
-        assert f"({model.head(hidden[0, -1]).softmax(-1).max():.1%})" in out[7]
+    text, after = "\n".join(out[:3]) + "\n", [">>> a, b, c = b, a, c\n", f">>> print('a', a)\na {b}\n", ">>> a, b, c = c, b, a\n"]
+    for line, more, memory in zip([out[4], out[7], out[8]], after, ["bac", "bac", "cab"]):
+        text += more
+        for name, holds in zip("abc", memory):
+            tokens = task.tokenizer.encode(f"{text}>>> print('{name}', {name})\n{name} ")
+            with torch.no_grad():
+                chances = model.head(model(torch.tensor([tokens]))[0][0, -1]).softmax(-1)
+            said, truth = chr(chances.argmax()), {"a": a, "b": b, "c": c}[holds]
+            wrong = f" WRONG, it is {truth}" * (said != truth)
+            assert f"{name} {said} ({chances.max():.0%}{wrong})" in line
+    assert "WRONG" in out[8]                                              # it has been trained for 12 steps
 
 
 def test_the_model_in_assets_plays_64_commands_without_an_error(monkeypatch, capsys):
     path = HERE / "assets/deltanet-repl.pt"
     assert path.stat().st_size < 400_000
     task, stage = Repl(states="none"), Stage(64, 8)
-    typed = [line.source for line in task.draw(random.Random(0), stage, "test") if line.source][task.n_vars:]
+    lines = task.draw(random.Random(0), stage, "test")
+    typed = [line.source for line in lines if line.source][task.n_vars:]
     out = played(path, monkeypatch, capsys, typed)
-    shown = [line.partition(" ")[2].split()[:2] for line in out if line.startswith(("model", "python"))]
-    assert len(shown) == 2 * 8 and shown[::2] == shown[1::2]
+    assert sum(line.startswith("model:") for line in out) == 1 + 64 + 8 and not any("WRONG" in line for line in out)
 
 
 def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, capsys):
@@ -1977,7 +2095,16 @@ def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, 
 BAD = {
     "--model deltnet": "choose from deltanet",
     "--task rpl": "choose from repl",
-    "--modle deltanet": "unrecognized arguments: --modle",
+    "--modle deltanet": "--modle: no such setting. Is it --model?",
+    "--lr 0.1": "Is it --learning-rate?",
+    "--n_layers=2": "Is it --n-layer?",
+    "--batch 4": "Is it --batch-size?",
+    "--curriculum 4,8": "write LENGTHxSPACING",                          # no grid of two
+    "--max-samples 800,1600": "give a number (int)",
+    "--model block_diagonal --d-model 30": "a multiple of 4",
+    "--task trace --trace-file nowhere.jsonl": "No such file or directory: 'nowhere.jsonl'",
+    "--seed 99999999999999999999": "--seed: 99999999999999999999: give a number",
+    "--eval a --play b": "not allowed with",
     "--n-vars 30": "2 to 9",
     "--task group --group S6": "choose from Z2",
     "--curriculum 8x16": "a spacing of 1 to the length",

@@ -20,12 +20,16 @@ most a third of --max-samples). The fall starts when the last stage is passed, o
 --max-samples.
 
 A run leaves a folder with ckpt.pt and result.json. If it is stopped, the same command goes on from its last
-checkpoint. A batch depends only on the seed, the stage and its number, so the run then ends with the same
-numbers. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step Execution".
+checkpoint. If it ended at --max-samples, a larger one goes on from fall.pt, saved before the fall. A batch
+depends only on the seed, the stage and its number, so either way the numbers are those of a run that was never
+stopped. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step Execution".
 
 Read `run` first, then `losses` and `evaluate`.
 """
 import argparse
+import contextlib
+import difflib
+import hashlib
 import inspect
 import itertools
 import json
@@ -43,12 +47,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from filelock import FileLock, Timeout                      # a dependency of torch
 from tqdm import tqdm
 
 import data
 from data import PAD, Batch, Stage, Tokenizer, parse_stages
 from kernels import resolve_backend
-from models import LM, MIXERS
+from models import LM, MIXERS, count, make_optimizers
 from pfsa import MaybeSwaps, compare
 
 TASKS = {**data.TASKS, "pfsa": MaybeSwaps}
@@ -97,7 +102,8 @@ class Config:
 
 # {setting: its comment above}, for --help.
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
-ASIDE = ["eval_at", "eval_samples", "eval_every", "device", "out"]     # settings that make no other run
+# Settings that make no other run: they are not in a folder's name.
+ASIDE = ["max_samples", "eval_at", "eval_samples", "eval_every", "device", "out"]
 SEGMENT = 2048                     # tokens evaluated at once; the state is carried to the next segment
 
 
@@ -138,10 +144,6 @@ def build(cfg, lexemes=None):
     return task, stages, tests, model(width, task.states).to(cfg.device)
 
 
-def count(model):
-    return sum(p.numel() for p in model.parameters())
-
-
 def to_tensors(batch, device):
     return Batch(*(None if x is None else torch.as_tensor(x).to(device) for x in batch))
 
@@ -170,8 +172,8 @@ def losses(task, model, batch):
 
 @torch.no_grad()
 def evaluate(model, task, stage, cfg):
-    """-> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"} on cfg.eval_samples held-out
-    traces. For hidden branches also, in nats per answer: "kl", from the exact predictive to the model's,
+    """-> {"stage", "chance", "accuracy", "final": of a trace's last answer, "by_answer"} on cfg.eval_samples
+    held-out traces. For hidden branches also, in nats per answer: "kl", from the exact predictive to the model's,
     "final_kl", "loss", and "floor", the loss of the exact predictive, the least that any model can have."""
     rows, nats = [], []
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
@@ -192,8 +194,8 @@ def evaluate(model, task, stage, cfg):
         rows.append(answers(task, batch, right).cpu())
         nats.append(scores[batch.asked.cpu()])
     by_answer = torch.cat(rows).double().mean(0)
-    row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
-           "by_answer": by_answer.tolist()}
+    row = {"stage": str(stage), "chance": task.chance(stage), "accuracy": by_answer.mean().item(),
+           "final": by_answer[-1].item(), "by_answer": by_answer.tolist()}
     if batch.predictive is not None:
         kl, loss, floor = torch.cat(nats).view(cfg.eval_samples, -1, 3).unbind(-1)      # (traces, answers)
         row |= {"kl": kl.mean().item(), "final_kl": kl[:, -1].mean().item(), "loss": loss.mean().item(),
@@ -201,31 +203,18 @@ def evaluate(model, task, stage, cfg):
     return row
 
 
-def show(row, chance):
-    """One line about a row of `evaluate`."""
+def show(row):
+    """Print one line about a row of `evaluate`."""
     if "kl" in row:
-        return (f"eval    {row['stage']}: KL {row['kl']:.4f} nats per answer (0 is perfect), the last "
-                f"{row['final_kl']:.4f}; loss {row['loss']:.3f}, of exact beliefs {row['floor']:.3f}")
-    return (f"eval    {row['stage']}: {row['accuracy']:.2%} right, the last answer {row['final']:.2%} "
-            f"(chance {chance:.1%})")
+        print(f"eval    {row['stage']}: KL {row['kl']:.4f} nats per answer (0 is perfect), the last "
+              f"{row['final_kl']:.4f}; loss {row['loss']:.3f}, of exact beliefs {row['floor']:.3f}")
+    else:
+        last = f", the last answer {row['final']:.2%}" if len(row["by_answer"]) > 1 else ""
+        print(f"eval    {row['stage']}: {row['accuracy']:.2%} right{last} (chance {row['chance']:.1%})")
 
 
 # ----------------------------------------------------------------------------------------------------------
 # One run
-
-def make_optimizers(model):
-    """-> [AdamW, Muon]. Muon has the blocks' matrices: it makes a step's singular values about equal, and the
-    step as large as AdamW's, so one learning rate serves both. AdamW has the rest: vectors, what is outside
-    the blocks, and matrices with a side of 16 or less, such as a projection to one number per head."""
-    in_blocks, matrices, rest = set(model.blocks.parameters()), [], []
-    for p in model.parameters():
-        large = p in in_blocks and p.ndim == 2 and min(p.shape) > 16
-        (matrices if large else rest).append(p)
-    optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0)]
-    if matrices:                                          # blocks of width 16 have none
-        optimizers.append(torch.optim.Muon(matrices, weight_decay=0, adjust_lr_fn="match_rms_adamw"))
-    return optimizers
-
 
 def folder_of(cfg):
     """out/model-task-setting=value-...: whatever is not at its default."""
@@ -236,58 +225,115 @@ def folder_of(cfg):
     return Path(cfg.out) / re.sub(r"[^\w=.+-]+", "_", "-".join(words).replace(":", "-"))
 
 
-def commit():
-    """The git commit of this code, with + if it was changed since; "" where there is none."""
+def digest(path):
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+
+
+# {file: hash} of the code as it was imported: an edit during a run does not change what runs.
+CODE = {name: digest(Path(__file__).with_name(name))
+        for name in ["data.py", "kernels.py", "models.py", "pfsa.py", "train.py"]}
+
+
+def origin(cfg):
+    """What a run's numbers come from: {"commit": of git, with + if files have changed since, "" without git;
+    "files": {file: hash} of code and traces; "argv"; "torch", its version; "threads"}."""
     git = "git describe --always --exclude='*' --dirty=+"
     done = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip()
+    traces = {cfg.trace_file: digest(cfg.trace_file)} if cfg.trace_file else {}
+    return {"commit": done.stdout.strip(), "files": CODE | traces, "argv": sys.argv,
+            "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def changed(then, now):
+    """Two times "files" -> those that have changed, as "data.py, models.py"."""
+    return ", ".join(name for name in now if then.get(name, now[name]) != now[name])
+
+
+def resume(cfg, folder, files):
+    """-> the checkpoint that a run goes on from, or None; its result if it is finished, or None. Raises
+    ValueError if going on would mix settings or code."""
+    if not (folder / "ckpt.pt").exists():
+        return None, None
+    saved, result = read_checkpoint(folder / "ckpt.pt"), None
+    before, edited = saved["config"]["max_samples"], changed(saved["files"], files)
+    if asdict(cfg) != {**saved["config"], **{name: getattr(cfg, name) for name in ASIDE}}:
+        raise ValueError(f"{folder} holds a run with other settings: choose another --out")
+    if (folder / "result.json").exists():
+        result = json.loads((folder / "result.json").read_text())
+        if cfg.max_samples <= before or result["samples"] < before:       # else it ended at --max-samples
+            return saved, result
+    if edited:
+        raise ValueError(f"{edited} has changed since {folder} was begun: undo that, or choose another --out")
+    if cfg.max_samples < before:
+        raise ValueError(f"{folder} was begun with --max-samples {before}: give that, or more")
+    if result:                                            # what is finished is kept, under another name
+        os.replace(folder / "result.json", folder / f"{before}-result.json")
+    if cfg.max_samples > before and saved["at"]["falling"]:
+        os.replace(folder / "ckpt.pt", folder / f"{before}-ckpt.pt")
+        os.replace(folder / "fall.pt", folder / "ckpt.pt")
+        saved = read_checkpoint(folder / "ckpt.pt")
+    return saved, None
 
 
 def run(cfg):
     """Train and test one model. It leaves ckpt.pt and result.json in its folder. -> 0, or 1 if the loss or its
     gradient is not finite; a checkpoint, if there is one, is good. Raises ValueError for bad settings."""
-    folder, saved = folder_of(cfg), None
-    if (folder / "ckpt.pt").exists():
-        saved = read_checkpoint(folder / "ckpt.pt")
-        if asdict(cfg) != {**saved["config"], **{name: getattr(cfg, name) for name in ASIDE}}:
-            raise ValueError(f"{folder} holds a run with other settings: choose another --out")
-    if (folder / "result.json").exists():
+    folder, source = folder_of(cfg), origin(cfg)
+    saved, result = resume(cfg, folder, source["files"])
+    if result:
         print(f"{folder} is finished; remove it to train again")
+        for row in result["eval"]:
+            show(row)
+        edited = changed(saved["files"], source["files"])
+        if edited:
+            print(f"note    {edited} has changed since: these are the old numbers")
         return 0
     task, stages, tests, model = build(cfg, saved["lexemes"] if saved else None)
-    optimizers, made_by = make_optimizers(model), commit()
+    optimizers = make_optimizers(model)
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
     of_each = cfg.stage_samples or task.stage_samples     # 0: a stage ends only by --advance
-    # Where the run is. `stage` is a number; `began` and `end` count traces.
-    at = SimpleNamespace(step=0, samples=0, seconds=0.0, stage=0, began=0, end=cfg.max_samples,
+    # Where the run is. `stage` is a number; `began` counts traces.
+    at = SimpleNamespace(step=0, samples=0, seconds=0.0, stage=0, began=0, falling=False,
                          recent=[], passed=[], held_out=[])
     if saved:
         vars(at).update(saved["at"])
         model.load_state_dict(saved["model"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
-    folder.mkdir(parents=True, exist_ok=True)
 
-    def save(optimizers):
-        state = {"config": asdict(cfg), "lexemes": list(task.tokenizer.lexemes), "at": vars(at),
-                 "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
+    def save(name):
+        state = {"config": asdict(cfg), "files": source["files"], "at": vars(at),
+                 "lexemes": list(task.tokenizer.lexemes), "model": model.state_dict(),
+                 "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         torch.save(state, folder / "ckpt.tmp")
-        os.replace(folder / "ckpt.tmp", folder / "ckpt.pt")           # never half a file
+        os.replace(folder / "ckpt.tmp", folder / name)                # never half a file
+
+    def end():
+        """After how many traces the run ends."""
+        passed_all = len(at.passed) == len(stages)
+        return min(cfg.max_samples, at.passed[-1]["samples"] + cooldown) if passed_all else cfg.max_samples
 
     chance, head_dim = task.chance(stages[-1]), cfg.d_model // cfg.n_head
     dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     backend, why = resolve_backend("auto", cfg.device, dtype, head_dim, head_dim)
-    print(f"run     {folder}" + (f", from step {at.step}" if saved else ""))
+    head = f", by a head with {count(model.to_state):,} of these" if count(model.to_state) else ""
+    a_third = ", a third of --max-samples" if cooldown < cfg.cooldown else ""
+    print(f"run     {folder}, " + (f"continues at step {at.step}" if saved else "from the start"))
     print(f"task    {cfg.task}, stages {' '.join(map(str, stages))}; chance {chance:.1%}")
-    print(f"model   {cfg.model}, {count(model):,} parameters; states told: {task.states}")
-    print(f"device  {cfg.device}, {cfg.dtype}, {torch.get_num_threads()} threads; scan: {backend} ({why})")
+    print(f"model   {cfg.model}, {count(model):,} parameters; states told: {task.states}{head}")
+    print(f"rate    {cfg.learning_rate:g}, falls over the last {cooldown:,} traces{a_third}")
+    print(f"device  {cfg.device}, {cfg.dtype}, {torch.get_num_threads()} threads; a scan uses {backend} ({why})")
 
-    bar = tqdm(total=at.end, initial=at.samples, unit=" traces", disable=None)
+    bar = tqdm(initial=at.samples, unit=" traces", disable=None)
+    needs = f"{cfg.advance:.0%}" + (f" or {of_each:,} traces" if of_each else "")
     started = time.perf_counter() - at.seconds
-    while at.samples < at.end:
+    while at.samples < end():
         # learning rate
+        if at.samples >= end() - cooldown and not at.falling:
+            save("fall.pt")
+            at.falling = True
         up = min(1, (at.samples + cfg.batch_size) / max(cfg.warmup, cfg.batch_size))
-        down = max(0, at.samples - (at.end - cooldown)) / max(cooldown, 1)
+        down = max(0, at.samples - (end() - cooldown)) / max(cooldown, 1)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
@@ -297,7 +343,8 @@ def run(cfg):
         batch = to_tensors(task.batch(cfg.seed, "train", stage, at.step, cfg.batch_size), cfg.device)
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
             terms, right = losses(task, model, batch)
-        loss = terms["next"] + cfg.reveal_weight * terms["reveal"] + terms.get("state", 0)
+        terms["reveal"] = cfg.reveal_weight * terms["reveal"]
+        loss = sum(terms.values())
         model.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -310,47 +357,49 @@ def run(cfg):
         at.step, at.samples = at.step + 1, at.samples + cfg.batch_size
         at.seconds = time.perf_counter() - started
         at.recent = [*at.recent[-9:], right.float().mean().item()]
+        mean = sum(at.recent) / len(at.recent)            # of the last ten batches
+        where = f"stage {stage} ({at.stage + 1} of {len(stages)})"
+        bar.total = end() if at.falling else None         # before, nobody knows
+        bar.set_description(f"{where}: {mean:.0%} right, needs {needs}", refresh=False)
         bar.update(cfg.batch_size)
 
         # test
         if at.step % cfg.eval_every == 0:
             row = evaluate(model, task, tests[0] if last else stage, cfg)
             at.held_out.append([at.samples, row["stage"], row["accuracy"]])
-            tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, stage {stage}, loss "
-                       f"{loss.item():.3f}, {at.recent[-1]:.1%} right, held out {row['accuracy']:.1%}")
+            parts = " + ".join(f"{name} {term.item():.3f}" for name, term in terms.items())
+            tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, {where}, {mean:.1%} right, "
+                       f"held out {row['accuracy']:.1%} at {row['stage']}, loss {loss.item():.3f} = {parts}")
 
         # curriculum
-        mean = sum(at.recent) / len(at.recent)
         enough = len(at.recent) == 10 and mean >= cfg.advance
         enough = enough or of_each and at.samples - at.began >= of_each
         if enough and len(at.passed) == at.stage:                     # else the last stage was passed before
             at.passed.append({"stage": str(stage), "samples": at.samples, "steps": at.step,
                               "seconds": at.seconds})
             tqdm.write(f"stage {stage} passed after {at.samples:,} traces, {at.seconds:.0f} s: {mean:.1%} right")
-            if last:
-                at.end = bar.total = min(at.end, at.samples + cooldown)
-            else:
+            if not last:
                 at.stage, at.began, at.recent = at.stage + 1, at.samples, []
 
         # save
         if at.step % cfg.eval_every == 0:
-            save(optimizers)
+            save("ckpt.pt")
     bar.close()
-    save([])                                              # a finished run needs no optimizers
+    save("ckpt.pt")
 
     print(f"trained {at.samples:,} traces, {at.step:,} steps, {at.seconds:.1f} s")
+    if at.samples >= cfg.max_samples:
+        print(f"ended   by --max-samples, in stage {stages[at.stage]}; with a larger one, the same command goes on")
     rows = []
     for stage in tests:
         rows.append(evaluate(model, task, stage, cfg))
-        print(show(rows[-1], task.chance(stage)))
+        show(rows[-1])
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": str(stages[-1]), "reached": str(stages[at.stage]), "samples": at.samples,
               "steps": at.step, "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out,
-              "eval": rows, "commit": made_by, "torch": torch.__version__,
-              "threads": torch.get_num_threads(), "config": asdict(cfg)}
+              "eval": rows, **source, "config": asdict(cfg)}
     (folder / "result.tmp").write_text(json.dumps(result) + "\n")
     os.replace(folder / "result.tmp", folder / "result.json")
-    print(f"next    python plot.py curve {folder}")
     return 0
 
 
@@ -361,7 +410,7 @@ def read_checkpoint(path):
     """-> what `run` has saved. Raises ValueError for any other file."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        Config(**saved["config"])
+        Config(**saved["config"]), saved["files"]
         return saved
     except FileNotFoundError:
         raise ValueError(f"{path}: no such checkpoint")
@@ -371,12 +420,18 @@ def read_checkpoint(path):
 
 def load(path, **changes):
     """A run's folder or checkpoint, some settings changed -> its Config, task, stages to test, and model.
-    Raises ValueError if there is none."""
+    Raises ValueError if there is none, or if its weights do not fit."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     saved = read_checkpoint(path)
     cfg = Config(**{**saved["config"], "device": Config.device, "eval_at": "auto", **changes})
+    edited = changed(saved["files"], origin(cfg)["files"])
+    if edited:
+        print(f"note    {edited} has changed since this model was trained")
     task, _, tests, model = build(cfg, saved["lexemes"])
-    model.load_state_dict(saved["model"])
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError:
+        raise ValueError(f"{path}: its weights do not fit this models.py")
     return cfg, task, tests, model
 
 
@@ -395,17 +450,16 @@ def beliefs(task, model, state, traces=1):
 
 @torch.no_grad()
 def play(path, **changes):
-    """Python executes the lines that you type; the model says what it expects each print to show. It reads on
-    after the true answer. Ctrl-D ends it."""
+    """Python executes the lines that you type, and the model reads them. After each, it says what it expects of
+    every variable. Ctrl-D or quit ends it."""
     cfg, task, _, model = load(path, **changes)
     if cfg.task != "repl" or cfg.states == "text":
         raise ValueError(f"--play {path}: give a model trained on repl, without states in the text")
-    memory, state, prompt = {}, None, task.prompt if sys.stdin.isatty() else ""
-
-    def read(tokens):
-        nonlocal state
-        hidden, state = model(torch.tensor([tokens], device=cfg.device), state)
-        return model.head(hidden[0, -1]).softmax(-1)
+    prompt = task.prompt if sys.stdin.isatty() else ""
+    if prompt:
+        with contextlib.suppress(ImportError):            # not on Windows
+            import readline                               # noqa: F401  line editing for input()
+    memory, state = {}, None
 
     def lines():
         for line in itertools.islice(task.program(random.Random(cfg.seed), Stage(1), memory), task.n_vars):
@@ -413,24 +467,29 @@ def play(path, **changes):
             yield line
         while True:
             try:
-                yield task.line(input(prompt))
+                typed = input(prompt).strip()
+                if typed in ("quit", "exit", "quit()", "exit()"):
+                    return
+                if typed:
+                    yield task.line(typed)
             except EOFError:
                 return
             except ValueError as error:
                 print(error)
 
+    print("Python runs each line, and the model says what every variable holds now, and how sure it is. End: quit")
     for line in lines():
-        for part in data.run([line], memory, task.prompt):
-            tokens, marks, _ = task.encode([part])
-            start = marks.index(data.ASKED) if part.answer else len(tokens)
-            chances = read(tokens[:start])
-            if part.answer:
-                said = task.tokenizer.decode([chances.argmax().item()])
-                wrong = "" if said == part.answer else "  <-- the model is wrong"
-                before = part.text.removesuffix(f"{part.answer}\n")
-                print(f"model:  {before}{said} ({chances.max():.1%})")
-                print(f"python: {before}{part.answer}{wrong}")
-                read(tokens[start:])
+        parts = data.run([line], memory, task.prompt)
+        tokens, _, _ = task.encode(parts)
+        _, state = model(torch.tensor([tokens], device=cfg.device), state)
+        print("".join(part.text for part in parts if part.answer), end="")
+        if memory.keys() >= set(task.names):              # all have a value
+            words = []
+            for name, chances in zip(task.names, beliefs(task, model, state)[0]):
+                said, truth = task.tokenizer.decode([chances.argmax().item()]), str(memory[name])
+                wrong = "" if said == truth else f" WRONG, it is {truth}"
+                words.append(f"{name} {said} ({chances.max():.0%}{wrong})")
+            print("model:  " + "  ".join(words))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -442,13 +501,14 @@ CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "code
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": [name for name, there in HAVE.items() if there]}
 MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
+NO_LIST = ["curriculum", "trace_file", *ASIDE]            # a comma makes no grid of these
 FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval may change them
 
 
 def values(f, text):
     """What stands after the flag of a field, a comma list -> its values. Raises argparse's error."""
     found = []
-    for word in text.split(","):
+    for word in [text] if f.name in NO_LIST else text.split(","):
         try:
             value = f.type(word.strip())
         except ValueError:
@@ -457,34 +517,46 @@ def values(f, text):
             raise argparse.ArgumentTypeError(f"{value}: choose from {', '.join(CHOICES[f.name])}")
         if f.name == "model" and not set(value.split("+")) <= set(MIXERS):
             raise argparse.ArgumentTypeError(f"{value}: choose from {', '.join(MIXERS)}, or join some by +")
-        if f.type is not str and not (0 < value < math.inf or value == 0 and f.name in MAY_BE_ZERO):
+        if f.type is not str and not (0 < value < 2 ** 63 or value == 0 and f.name in MAY_BE_ZERO):
             least = "0 or more" if f.name in MAY_BE_ZERO else "more than 0"
             raise argparse.ArgumentTypeError(f"{value}: give a number, {least}")
         found.append(value)
     return found
 
 
+def nearest(flag, flags):
+    """The flag that a wrong one stands for: one with its initials (--lr), or the most similar."""
+    short = [other for other in flags if re.sub(r"(\w)\w*-?", r"\1", other) == flag]
+    return (short or difflib.get_close_matches(flag, flags, 1, 0))[0]
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.print_usage = lambda file: None                            # an error is one line
-    for f in fields(Config):
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=partial(values, f),
-                            metavar=f.type.__name__.upper(),
+    flags = {f"--{f.name.replace('_', '-')}": f for f in fields(Config)}
+    for flag, f in flags.items():
+        parser.add_argument(flag, type=partial(values, f), metavar=f.type.__name__.upper(),
                             help=f"{HELP[f.name]} [{f.default}]".replace("%", "%%"))
-    parser.add_argument("--eval", metavar="RUN", help="evaluate a run's folder or checkpoint, train nothing")
-    parser.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model expects")
-    given = vars(parser.parse_args(argv))
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--eval", metavar="RUN", help="evaluate a run's folder or checkpoint, train nothing")
+    either.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model expects")
+    words = sys.argv[1:] if argv is None else argv
+    words = [re.sub(r"^--[\w-]+", lambda flag: flag[0].replace("_", "-"), word) for word in words]     # --n_layer
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"{unknown[0]}: no such setting. Is it {nearest(unknown[0], flags)}? --help lists all")
+    given = vars(given)
     to_eval, to_play = given.pop("eval", None), given.pop("play", None)
     grid = list(dict.fromkeys(itertools.product(*given.values())))          # each cell once
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))    # by torchrun
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    code = 0
+    code, folders = 0, []
     try:
         if (to_eval or to_play) and not set(given) <= set(FOR_EVAL):
-            flags = ", --".join(FOR_EVAL).replace("_", "-")
-            raise ValueError(f"a trained model keeps its settings: give only --{flags}")
+            names = ", --".join(FOR_EVAL).replace("_", "-")
+            raise ValueError(f"a trained model keeps its settings: give only --{names}")
         for cell in [] if to_eval or to_play else grid:
             build(Config(**dict(zip(given, cell))))       # a bad setting is told before the first run
         for cell in grid[rank::processes]:
@@ -494,9 +566,17 @@ def main(argv=None):
             elif to_eval:
                 cfg, task, tests, model = load(to_eval, **settings)
                 for stage in tests:
-                    print(show(evaluate(model, task, stage, cfg), task.chance(stage)))
+                    show(evaluate(model, task, stage, cfg))
             else:
-                code = max(code, run(Config(**settings)))
+                cfg = Config(**settings)
+                folders.append(folder_of(cfg))
+                folders[-1].mkdir(parents=True, exist_ok=True)
+                with FileLock(folders[-1] / ".lock", timeout=0):
+                    code = max(code, run(cfg))
+        if folders:
+            print(f"next    python plot.py curve {' '.join(map(str, folders))}")
+    except Timeout:
+        parser.error(f"{folders[-1]} is in use by another process: wait for it, or choose another --out")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
