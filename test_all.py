@@ -1827,7 +1827,9 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("flags, stopped", [
-    ([], []), ([], [12 - 1]), ([], [12 + 5]), (["--cooldown", 4], [])])   # a fall shorter than a batch
+    ([], []), ([], [12 - 1]), ([], [12 + 5]),
+    (["--cooldown", 4], []),                                              # a fall shorter than a batch
+    (["--cooldown", 80, "--stage-samples", 24], [])])                     # a fall of 32 traces, then of 64
 def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_path, monkeypatch, capsys, flags, stopped):
     """12 steps, then 24: other numbers after step 8, when the learning rate begins to fall. Nothing is lost."""
     assert go(tmp_path / "whole", "--max-samples", 192, *flags) == 0
@@ -1835,14 +1837,14 @@ def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_pat
         for number in stopped:
             at_call(patch, number, interrupt)
         first = go(tmp_path / "parts", "--max-samples", 96, *flags)
-        if not first:
+        if not first and "--stage-samples" not in flags:
             assert "with a larger one, the same command goes on" in capsys.readouterr().out
-            done = result_of(only(tmp_path / "parts"))
+        done = None if first else result_of(only(tmp_path / "parts"))
         go(tmp_path / "parts", "--max-samples", 192, *flags)
     folder = only(tmp_path / "parts")
     assert go(tmp_path / "parts", "--max-samples", 192, *flags) == 0
     whole, parts = (result_of(only(tmp_path / name)) for name in ("whole", "parts"))
-    assert timeless(whole) == timeless(parts) and whole["steps"] == 24
+    assert timeless(whole) == timeless(parts) and whole["steps"] == (11 if "--stage-samples" in flags else 24)
     a, b = (train.read_checkpoint(only(tmp_path / name) / "ckpt.pt") for name in ("whole", "parts"))
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
     if not first:
@@ -1955,7 +1957,7 @@ def test_a_run_is_never_overwritten_and_not_mistaken_for_another(tmp_path, capsy
     before = result.stat().st_mtime_ns
     assert go(tmp_path, "--eval-at", "4x2") == 0 and result.stat().st_mtime_ns == before
     out, [row] = capsys.readouterr().out, result_of(only(tmp_path))["eval"]
-    assert "is finished; remove it to train again" in out and f"4x1: {row['accuracy']:.2%} right" in out
+    assert "is finished, with 96 traces; remove it to train again" in out and f"4x1: {row['accuracy']:.2%} right" in out
     saved = train.read_checkpoint(checkpoint)
     saved["config"]["moves"] = "swap"
     torch.save(saved, checkpoint)

@@ -260,8 +260,8 @@ def resume(cfg, folder, files):
         raise ValueError(f"{folder} holds a run with other settings: choose another --out")
     if (folder / "result.json").exists():
         result = json.loads((folder / "result.json").read_text())
-        if cfg.max_samples <= before or result["samples"] < before:       # else it ended at --max-samples
-            return saved, result
+        if cfg.max_samples <= before or result["samples"] < before and cfg.cooldown <= before // 3:
+            return saved, result                          # more traces would change nothing
     if edited:
         raise ValueError(f"{edited} has changed since {folder} was begun: undo that, or choose another --out")
     if cfg.max_samples < before:
@@ -281,7 +281,7 @@ def run(cfg):
     folder, source = folder_of(cfg), origin(cfg)
     saved, result = resume(cfg, folder, source["files"])
     if result:
-        print(f"{folder} is finished; remove it to train again")
+        print(f"{folder} is finished, with {result['samples']:,} traces; remove it to train again")
         for row in result["eval"]:
             show(row)
         edited = changed(saved["files"], source["files"])
@@ -292,9 +292,8 @@ def run(cfg):
     optimizers = make_optimizers(model)
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
     of_each = cfg.stage_samples or task.stage_samples     # 0: a stage ends only by --advance
-    # Where the run is. `stage` is a number; `began` counts traces.
-    at = SimpleNamespace(step=0, samples=0, seconds=0.0, stage=0, began=0, falling=False,
-                         recent=[], passed=[], held_out=[])
+    # Where the run is. recent: accuracy in up to ten batches; falling: the learning rate falls.
+    at = SimpleNamespace(step=0, samples=0, seconds=0.0, recent=[], passed=[], held_out=[], falling=False)
     if saved:
         vars(at).update(saved["at"])
         model.load_state_dict(saved["model"])
@@ -339,7 +338,8 @@ def run(cfg):
                 group["lr"] = cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
 
         # batch, loss, step
-        stage, last = stages[at.stage], at.stage == len(stages) - 1
+        number = min(len(at.passed) + 1, len(stages))                 # of the stage, from 1
+        stage, last = stages[number - 1], number == len(stages)
         batch = to_tensors(task.batch(cfg.seed, "train", stage, at.step, cfg.batch_size), cfg.device)
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
             terms, right = losses(task, model, batch)
@@ -358,7 +358,7 @@ def run(cfg):
         at.seconds = time.perf_counter() - started
         at.recent = [*at.recent[-9:], right.float().mean().item()]
         mean = sum(at.recent) / len(at.recent)            # of the last ten batches
-        where = f"stage {stage} ({at.stage + 1} of {len(stages)})"
+        where = f"stage {stage} ({number} of {len(stages)})"
         bar.total = end() if at.falling else None         # before, nobody knows
         bar.set_description(f"{where}: {mean:.0%} right, needs {needs}", refresh=False)
         bar.update(cfg.batch_size)
@@ -372,14 +372,15 @@ def run(cfg):
                        f"held out {row['accuracy']:.1%} at {row['stage']}, loss {loss.item():.3f} = {parts}")
 
         # curriculum
+        began = at.passed[-1]["samples"] if at.passed else 0
         enough = len(at.recent) == 10 and mean >= cfg.advance
-        enough = enough or of_each and at.samples - at.began >= of_each
-        if enough and len(at.passed) == at.stage:                     # else the last stage was passed before
+        enough = enough or of_each and at.samples - began >= of_each
+        if enough and len(at.passed) < len(stages):                   # else the last stage was passed before
             at.passed.append({"stage": str(stage), "samples": at.samples, "steps": at.step,
                               "seconds": at.seconds})
             tqdm.write(f"stage {stage} passed after {at.samples:,} traces, {at.seconds:.0f} s: {mean:.1%} right")
             if not last:
-                at.stage, at.began, at.recent = at.stage + 1, at.samples, []
+                at.recent = []
 
         # save
         if at.step % cfg.eval_every == 0:
@@ -388,14 +389,15 @@ def run(cfg):
     save("ckpt.pt")
 
     print(f"trained {at.samples:,} traces, {at.step:,} steps, {at.seconds:.1f} s")
+    reached = stages[min(len(at.passed), len(stages) - 1)]
     if at.samples >= cfg.max_samples:
-        print(f"ended   by --max-samples, in stage {stages[at.stage]}; with a larger one, the same command goes on")
+        print(f"ended   by --max-samples, in stage {reached}; with a larger one, the same command goes on")
     rows = []
     for stage in tests:
         rows.append(evaluate(model, task, stage, cfg))
         show(rows[-1])
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
-              "trained": str(stages[-1]), "reached": str(stages[at.stage]), "samples": at.samples,
+              "trained": str(stages[-1]), "reached": str(reached), "samples": at.samples,
               "steps": at.step, "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out,
               "eval": rows, **source, "config": asdict(cfg)}
     (folder / "result.tmp").write_text(json.dumps(result) + "\n")
