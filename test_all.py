@@ -1623,7 +1623,7 @@ def test_the_final_accuracy_is_that_of_the_last_answer_in_the_test_split():
     task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16, batch_size=16)
     batch = task.batch(cfg.seed, "test", stage, 0, 16)
     assert train.evaluate(Knows(batch, [3]), task, stage, cfg) == {
-        "stage": "8x2", "accuracy": 0.25, "final": 1, "by_answer": [0, 0, 0, 1]}
+        "stage": "8x2", "chance": 1 / 3, "accuracy": 0.25, "final": 1, "by_answer": [0, 0, 0, 1]}
     task, stage = ListPerm(3), Stage(4)
     batch = task.batch(cfg.seed, "test", stage, 0, 16)
     tokens = batch.asked[0].sum()                                         # of its one answer
@@ -1827,31 +1827,29 @@ def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("flags, stopped", [
-    ([], []), ([], [12 - 1]), ([], [12 + 5]),
-    (["--cooldown", 4], []),                                              # a fall shorter than a batch
-    (["--cooldown", 80, "--stage-samples", 24], [])])                     # a fall of 32 traces, then of 64
-def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_path, monkeypatch, capsys, flags, stopped):
-    """12 steps, then 24: other numbers after step 8, when the learning rate begins to fall. Nothing is lost."""
-    assert go(tmp_path / "whole", "--max-samples", 192, *flags) == 0
+    ([], 0), ([], 12 - 1), ([], 12 + 5),
+    (["--cooldown", 4], 0),                                               # a fall shorter than a batch
+    (["--cooldown", 80, "--stage-samples", 24], 0)])                      # a fall of 32 traces, then of 64
+def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_path, monkeypatch, flags, stopped):
+    """First 12 steps, whose rate falls from step 8 on, then 24. What was finished, or interrupted, is kept."""
+    whole, parts = ([*flags, "--max-samples", 192, "--out", tmp_path / name] for name in ("whole", "parts"))
+    assert go(tmp_path, *whole) == 0
     with monkeypatch.context() as patch:
-        for number in stopped:
-            at_call(patch, number, interrupt)
-        first = go(tmp_path / "parts", "--max-samples", 96, *flags)
-        if not first and "--stage-samples" not in flags:
-            assert "with a larger one, the same command goes on" in capsys.readouterr().out
-        done = None if first else result_of(only(tmp_path / "parts"))
-        go(tmp_path / "parts", "--max-samples", 192, *flags)
-    folder = only(tmp_path / "parts")
-    assert go(tmp_path / "parts", "--max-samples", 192, *flags) == 0
-    whole, parts = (result_of(only(tmp_path / name)) for name in ("whole", "parts"))
-    assert timeless(whole) == timeless(parts) and whole["steps"] == (11 if "--stage-samples" in flags else 24)
-    a, b = (train.read_checkpoint(only(tmp_path / name) / "ckpt.pt") for name in ("whole", "parts"))
+        if stopped:
+            at_call(patch, stopped, interrupt)
+        finished = go(tmp_path, *parts, "--max-samples", 96) == 0
+        kept = result_of(only(tmp_path / "parts")) if finished else None
+        go(tmp_path, *parts)
+    assert go(tmp_path, *parts) == 0
+    whole, parts = only(tmp_path / "whole"), only(tmp_path / "parts")
+    assert timeless(result_of(whole)) == timeless(result_of(parts))
+    a, b = (train.read_checkpoint(folder / "ckpt.pt") for folder in (whole, parts))
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-    if not first:
-        assert json.loads((folder / "96-result.json").read_text()) == done
-    if not first and not flags:
-        kept = train.evaluate(train.load(folder / "96-ckpt.pt")[3], Repl(3), Stage(4, 2), Config(eval_samples=8))
-        assert kept["accuracy"] == done["eval"][0]["accuracy"]
+    if finished:
+        assert json.loads((parts / "96-result.json").read_text()) == kept
+    if finished and b["at"]["falling"]:
+        cfg, task, [stage], model = train.load(parts / "96-ckpt.pt", eval_at="4x2", device="cpu")
+        assert train.evaluate(model, task, stage, cfg) == kept["eval"][0]
 
 
 def test_a_run_that_ended_for_its_last_stage_does_not_go_on_and_fewer_traces_are_refused(tmp_path, monkeypatch, capsys):
@@ -1995,8 +1993,10 @@ def test_a_short_run_has_a_shorter_fall_and_says_so_and_no_warning(tmp_path, cap
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             torch.set_warn_always(True)
-            assert "falls over the last 32 traces, a third of --max-samples" in run_again(tmp_path, capsys, *flags, *more)
+            out = run_again(tmp_path, capsys, *flags, *more)
             torch.set_warn_always(False)
+        assert "falls over the last 32 traces, a third of --max-samples" in out
+        assert "ended   by --max-samples, in stage 4" in out
     assert "the last 16 traces\n" in run_again(tmp_path, capsys, "--cooldown", 16)
 
 
