@@ -870,11 +870,14 @@ def test_without_the_projector_form_bf16_keys_would_explode_or_die():
 def test_shapes_that_do_not_fit_are_named():
     q, k, v, beta, g, _ = example("any", T=10, gate=-1)
     for says, bad in (("q is .* beside k", (q[:, :9], k, v, beta)),
-                      ("g is .* beside k", (q, k, v, beta, g[..., 1:])),
+                      ("beta is .* beside k|a is .* beside k", (q, k, v, beta[..., None])),
+                      ("g is .* beside k|state is .* beside k", (q, k, v, beta, g[..., 1:])),
                       ("nothing to scan", [x[:, :0] for x in (q, k, v, beta)]),
+                      ("k is .* must be .B, T, H, K", [x[0] for x in (q, k, v, beta)]),
                       ("v is on meta, but k on cpu", (q, k, v.to("meta"), beta))):
-        with pytest.raises(ValueError, match=says):
-            delta_rule(*bad)
+        for scan in delta_rule, decay_scan:
+            with pytest.raises(ValueError, match=says):
+                scan(*bad)
 
 
 def test_autocast_changes_nothing_forward_or_backward():
