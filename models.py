@@ -554,10 +554,10 @@ def by_hand(task, places=2):
 # python models.py: each mixer, its size, and its three ways to run
 
 def tensors(state):
-    """The tensors in a state: nested lists and tuples of them."""
+    """The tensors in a state: None, or nested lists and tuples of them."""
     if isinstance(state, torch.Tensor):
         return [state]
-    return [x for part in state for x in tensors(part)]
+    return [x for part in state or () for x in tensors(part)]
 
 
 def in_pieces(model, tokens, length):
