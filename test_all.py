@@ -167,6 +167,7 @@ def test_targets_are_shifted_tokens_and_answers_and_line_ends_are_marked(kind, s
 def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
     """As text for a state head, as a comment in the trace, as classes; of the same programs."""
     task = kind(**settings)
+    assert task.states == ("linear" if kind in SLOTS else "none")         # auto
     spoken, texts = make(kind(states="transformer", **settings), stage, 30)
     in_text, commented = make(kind(states="text", **settings), stage, 30)
     linear = make(kind(states="linear", **settings), stage, 30)[0] if kind in SLOTS else None
@@ -316,6 +317,29 @@ def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
             task.check(stage)
             task.batch(0, "test", stage, 0, 1)
     assert "\n" not in str(caught.value) and len(str(caught.value)) > 20
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({"slots": lambda task, memory: [memory["d"]]}, r"Mine.slots: KeyError\('d'\) after the line 'c = 0'"),
+    ({"slots": data.Task.slots}, "'NoneType' object is not iterable.* after the line 'c = 0'"),
+    ({"slots": lambda task, memory: memory["c"]}, "'int' object is not iterable.* give n_slots = 1 numbers"),
+    ({"slots": lambda task, memory: [memory["c"] - 2]}, r"Mine.slots: \[-2\]"),
+    ({"slots": lambda task, memory: [memory["c"] + 0.5]}, r"Mine.slots: \[0.5\]"),
+    ({"n_slots": 2}, r"Mine.slots: \[0\] .* n_slots = 2 numbers below n_classes = 5, -1 where not set yet"),
+    ({"n_classes": 3}, r"Mine.slots: \[[34]\] after the line 'c = \(c . \d\) % 5': .* below n_classes = 3"),
+    ({"program": lambda *_: ["c = 0"]}, r"Mine.program: traces of a stage have \[0\] answers: print"),
+    ({"program": lambda task, rng, *_: ["c = 0"] + ["print(c)"] * rng.randint(1, 2)}, r"have \[1, 2\] answ"),
+    ({"program": lambda *_: ["c = 0", "print(c)", "print(c)"], "whole": True}, r"\[2\] answers: .* once"),
+    ({"program": lambda *_: ["c = 0", "print(10)"]}, "the answer 10 has several tokens: set whole = True")])
+def test_a_task_of_ones_own_that_does_not_fit_is_named_in_one_line(changes, says, monkeypatch):
+    monkeypatch.setattr(data, "is_test", lambda program: False)           # as there are few programs
+    task = type("Mine", (Clock,), changes)()
+    with pytest.raises(ValueError, match=says) as caught:
+        task.batch(0, "train", Stage(6), 0, 20)
+    assert "\n" not in str(caught.value)
+    if "tokens" not in says:
+        with pytest.raises(ValueError, match=says):
+            task.chance(Stage(6))
 
 
 # ----------------------------------------------------------------------------------------------------------
