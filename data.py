@@ -397,20 +397,25 @@ class Repl(Task):
 
     def line(self, typed):
         """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b = b, a` or, among
-        permutations of three, `a, b, c = b, a, c`. Raises ValueError for a line that they do not have."""
+        permutations of three, `a, b, c = b, a, c`. Raises ValueError, with what to type, for other lines."""
         typed = re.sub(" *([=,()]) *", r"\1", typed.strip().removeprefix(">>>").strip())
         for name in self.names:
-            if typed in (f"print('{name}',{name})", f'print("{name}",{name})'):
+            if typed in (f"print({name})", f"print('{name}',{name})", f'print("{name}",{name})'):
                 return f"print('{name}', {name})"
         left, right = (side.split(",") for side in typed.partition("=")[::2])
-        takes = dict(zip(left, right))
-        if sorted(left) == sorted(right) and len(takes) == len(left) and takes.keys() <= {*self.names}:
-            names = self.names if self.moves == "perm" else sorted(left)
-            line = f"{', '.join(names)} = {', '.join(takes.get(name, name) for name in names)}"
-            if self.moves == "perm" or line in self.swaps:
-                return line
-        example = self.swaps[-1] if self.moves == "swap" else self.permutation(random.Random(0), "")
-        raise ValueError(f"this model knows lines like {example} and print('a', a)")
+        takes, used = dict(zip(left, right)), {*re.findall(r"\w+", typed.removeprefix("print("))}
+        moved = sorted(name for name in takes if takes[name] != name)
+        for wrong, why in (
+                (re.match(r"[^(]+=.*\b\d", typed), "values are given only at the start"),
+                (not used <= {*self.names}, f"this model knows only the variables {', '.join(self.names)}"),
+                (not re.fullmatch(r"\w+(,\w+)*=\w+(,\w+)*", typed), "this model knows only moves and prints"),
+                (len(left + right) == 2 and left != right, "two variables would hold the same value"),
+                (sorted(left) != sorted(right) or len(takes) < len(left), "both sides need the same names"),
+                (self.moves == "swap" and len(moved) != 2, "this model knows only swaps of two variables")):
+            if wrong:
+                raise ValueError(f"{why}: type a line like {self.swaps[0]} or print('a', a)")
+        names = moved if self.moves == "swap" else self.names
+        return f"{', '.join(names)} = {', '.join(takes.get(name, name) for name in names)}"
 
 
 class Inverse(Repl):

@@ -405,6 +405,17 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
         bare = typed.strip().removeprefix(">>>").strip()
         assert outcome(line, task.names) == outcome(bare, task.names) is not None, typed
     assert accepted == set(lines)
+    assert task.line("print(a)") == "print('a', a)"
+    assert task.line("c, a, b = c, b, a") == ("a, b = b, a" if moves == "swap" else "a, b, c = b, a, c")
+    for typed, says in (("x = 1", "given only at the start"), ("a = 3", "given only at the start"),
+                        ("a, x = x, a", "only the variables a, b, c"), ("print(x)", "only the variables a"),
+                        ("a, print = print, a", "only the variables a"), ("a = b", "hold the same value"),
+                        ("a, b = b, c", "same names"), ("a, a = a, a", "same names"), ("a, b = b", "names"),
+                        ("print(a, b)", "only moves and prints"), ("a,, b = b,, a", "only moves and prints"),
+                        *[("a, b, c = b, c, a", "only swaps of two")] * (moves == "swap")):
+        with pytest.raises(ValueError, match=says) as caught:
+            task.line(typed)
+        assert all(map(task.line, re.search("type a line like (.*) or (.*)", str(caught.value)).groups()))
 
 
 # ----------------------------------------------------------------------------------------------------------
