@@ -297,7 +297,7 @@ class Task:
         counts = sorted({len(lines) - [line.answer for line in lines].count("") for lines in traces})
         if len(counts) > 1 or counts[0] == 0 or self.whole and counts[0] > 1:
             raise ValueError(f"{type(self).__name__}.program: traces of a stage have {counts} answers: "
-                             "print, or assert with ==, equally often in each, at least once (if `whole`, once)")
+                             "print (or assert with ==) equally often in each, at least once (`whole`: once)")
 
     def to_batch(self, traces):
         """Lists of Lines -> Batch."""
