@@ -1383,27 +1383,34 @@ def test_parameters_start_as_the_table_of_init_weights_says():
         assert mixer.beta(torch.zeros(1, 1, 32)).mean().item() == pytest.approx(2 * start, rel=0.02)
 
 
-class Fading(models.LinearAttention):
-    """A mixer of one's own: a decay per head that is learned, and a projection that it starts itself."""
+class Own(torch.nn.Module):
+    """A mixer of one's own, with parameters of many kinds, and no state."""
 
     def __init__(self, cfg):
-        super().__init__(cfg)
-        self.rate = torch.nn.Parameter(torch.full((cfg.n_head,), 3.0))
+        super().__init__()
+        self.vector = torch.nn.Parameter(torch.full((cfg.d_model,), 3.0))
+        self.matrix = torch.nn.Parameter(torch.eye(cfg.d_model))
+        self.stack = torch.nn.Parameter(torch.eye(4).repeat(cfg.d_model // 4, 1, 1))
         self.gate = torch.nn.Linear(cfg.d_model, 1)
         torch.nn.init.constant_(self.gate.bias, 7)
+        self.register_buffer("fixed", torch.full((cfg.d_model,), 0.5))
 
-    def scan(self, x, q, k, v, S):
-        a = torch.sigmoid(self.rate).expand(*x.shape[:2], -1)
-        return decay_scan(q, k, torch.sigmoid(self.gate(x))[..., None] * v, a, S)
+    def forward(self, x, state=None):
+        y = torch.sigmoid(self.vector) * (x @ self.matrix) + self.fixed
+        y = torch.einsum("btni,nij->btnj", y.unflatten(-1, (-1, 4)), self.stack).flatten(2)
+        return torch.sigmoid(self.gate(y)) * y, None
 
 
 def test_a_mixer_of_ones_own_starts_as_it_says_and_trains(monkeypatch, tmp_path):
-    monkeypatch.setitem(models.MIXERS, "fading", Fading)
-    mixer = build("fading").blocks[1].mixer
-    assert (mixer.rate == 3).all() and mixer.gate.bias.item() == 7
-    assert go(tmp_path, "--model", "fading") == 0
-    trained = train.load(only(tmp_path))[3].blocks[0].mixer
-    assert (trained.rate != 3).any() and trained.gate.bias.item() != 7
+    monkeypatch.setitem(models.MIXERS, "own", Own)
+    test_whole_token_by_token_and_segment_by_segment_agree("own")
+    assert go(tmp_path, "--model", "own") == 0
+    cfg, _, _, trained = train.load(only(tmp_path))
+    start, end = train.build(cfg)[3].blocks[0].mixer, trained.blocks[0].mixer
+    assert (start.vector == 3).all() and start.gate.bias == 7 and (end.fixed == 0.5).all()
+    for (name, before), after in zip(start.named_parameters(), end.parameters()):
+        assert (before != after).any(), name
+    assert tensors((None, [end.fixed])) == [end.fixed]
 
 
 @pytest.mark.parametrize("model", ["lstm", "gru"])
@@ -2435,13 +2442,16 @@ def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.95
 
 
-def test_a_mixer_of_ones_own_is_at_most_8_lines_and_works(monkeypatch):
+def test_a_mixer_of_ones_own_is_at_most_8_lines_and_its_parameter_learns(monkeypatch, tmp_path):
     source, scope = snippets()[1], dict(vars(models))
     exec(source, scope)
     assert len([line for line in source.splitlines() if line.strip()]) <= 8
     monkeypatch.setitem(models.MIXERS, "retention", scope["Retention"])
     test_whole_token_by_token_and_segment_by_segment_agree("retention")
     test_whole_token_by_token_and_segment_by_segment_agree("deltanet+retention")
+    assert go(tmp_path, "--model", "retention", "--n-head", 2) == 0
+    keep = train.load(only(tmp_path))[3].blocks[0].mixer.keep
+    assert (keep != torch.tensor([3, 6])).all()
 
 
 def test_the_sample_in_the_readme_is_what_its_command_prints(capsys):
