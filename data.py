@@ -110,7 +110,7 @@ class Line(NamedTuple):
 
 @lru_cache(maxsize=100_000)
 def compiled(source):
-    return compile(source, "<trace>", "exec")
+    return compile(source, f"<the line {source}>", "exec")            # what a traceback calls it
 
 
 def run(program, memory, prompt="", see=None):
@@ -205,7 +205,7 @@ class Task:
     whole = False                 # True: one answer per trace, of several tokens, which must all be right;
                                   # False: answers of one token, equally many in each trace of a stage
     stage_samples = 0             # not 0: a stage ends after this many traces
-    settings = ()                 # the other keywords of __init__, named as in train.py
+    settings = ()                 # the other keywords of __init__, each a field of train.py's Config
     n_slots = n_classes = 0
 
     def __init__(self, states="auto", tokenizer=None):
@@ -1245,7 +1245,7 @@ def samples(args):
     kind, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
     if others:
         raise ValueError(f"--stage {args.stage}: give one stage")
-    settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name) is not None}
+    settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name, None) is not None}
     task = kind(states="transformer", **settings)
     task.check(stage)
     rng, chance = random.Random(args.seed), task.chance(stage)
