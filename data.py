@@ -1227,7 +1227,7 @@ class Trace(Task):
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
             text = state_text(state)
-            told = len(self.tokenizer.encode(text)) <= 100                # others are too long
+            told = len(self.tokenizer.encode(text)) <= 100                # longer ones are left out
             drawn.append(Line(line, f"{line}\n", "", text if told else None))
         drawn.append(Line(last, f"{last}\n", row["output"]))
         return drawn

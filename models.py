@@ -68,12 +68,12 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width, channels))
 
     def forward(self, x, state=None):
-        width, (_, T, channels) = len(self.weight), x.shape
+        width, T = len(self.weight), x.shape[1]
         if not width:
             return x, ()
         seen = F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state, x], 1)
         weight = self.weight.T[:, None].to(x.dtype)                     # (channels, 1, width)
-        y = F.conv1d(seen.mT, weight, groups=channels).mT               # (B, T, channels)
+        y = F.conv1d(seen.mT, weight, groups=len(weight)).mT            # (B, T, channels)
         return x + y, seen[:, T:]
 
 
