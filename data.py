@@ -105,28 +105,29 @@ class Line(NamedTuple):
     source: str                   # what was executed; "" for a line that was printed
     text: str                     # its line in the trace, with prompt and newline
     answer: str                   # the end of `text`, which a model must predict; "" if none
-    state: object = None          # `see(memory)` after the line
+    state: object = None          # what `see` says after the line
 
 
 @lru_cache(maxsize=100_000)
 def compiled(source):
-    return compile(source, "<trace>", "exec")
+    return compile(source, f"<the line {source}>", "exec")            # what a traceback calls it
 
 
 def run(program, memory, prompt="", see=None):
     """Execute a program's lines one by one in `memory`, a flat namespace. -> list of Lines, prints included.
 
     program: an iterable of source lines; a generator may read `memory` before each line.
-    see(memory): the state to record after a line. An answer is a printed line's last word, or what stands
-    after == in an assert."""
+    see(memory, source): the state to record after a line. An answer is a printed line's last word, or what
+    stands after == in an assert."""
     lines, printed = [], []
     memory["__builtins__"] = {**vars(builtins), "print": lambda *x: printed.append(" ".join(map(str, x)))}
     for source in program:
         exec(compiled(source), memory)
-        state = see(memory) if see else None
+        state = see(memory, source) if see else None
         answer = source.partition(" == ")[2] if source.startswith("assert ") else ""
         lines.append(Line(source, f"{prompt}{source}\n", answer, state))
-        lines += [Line("", f"{text}\n", text.rpartition(" ")[2], state) for text in printed]
+        for text in printed:
+            lines.append(Line("", f"{text}\n", text.rpartition(" ")[2], state))
         printed.clear()
     return lines
 
@@ -198,21 +199,21 @@ class Task:
 
     states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
     head. "transformer" or "contrastive": as text, by that state head. "text": in comments in the trace.
-    "auto": linear if there are slots, else transformer. `settings` lists the other keywords, named as in
-    train.py. Raises ValueError for bad values."""
+    "auto": linear if there are slots, else none. Raises ValueError for bad values."""
     prompt = ""
     curriculum = "8x1"
     whole = False                 # True: one answer per trace, of several tokens, which must all be right;
                                   # False: answers of one token, equally many in each trace of a stage
     stage_samples = 0             # not 0: a stage ends after this many traces
-    settings = ()
+    settings = ()                 # the other keywords of __init__, each a field of train.py's Config
     n_slots = n_classes = 0
 
     def __init__(self, states="auto", tokenizer=None):
-        self.states = ("linear" if self.n_slots else "transformer") if states == "auto" else states
+        self.states = ("linear" if self.n_slots else "none") if states == "auto" else states
+        self.classes = {*range(-1, self.n_classes)}
         self.tokenizer = tokenizer or Tokenizer()
         if self.states == "linear" and not self.n_slots:
-            raise ValueError("--states linear: this task's states are text; give transformer or contrastive")
+            raise ValueError("--states linear: this task has no slots; give transformer or contrastive")
 
     def program(self, rng, stage, memory):
         """Yield source lines. rng: a random.Random; memory: what it holds now. You write this method."""
@@ -235,18 +236,27 @@ class Task:
     def chance(self, stage, programs=1000):
         """Accuracy of always guessing the most frequent answer, counted over training programs."""
         rng = random.Random(0)
-        answers = Counter(line.answer for _ in range(programs) for line in self.draw(rng, stage, "train"))
-        del answers[""]
+        traces = [self.draw(rng, stage, "train") for _ in range(programs)]
+        self.count_answers(traces)
+        answers = Counter(line.answer for lines in traces for line in lines if line.answer)
         return answers.most_common(1)[0][1] / answers.total()
 
     def text(self, memory):
         """The state as text: a=3, b=[1, 2]."""
         return state_text(literals({name: x for name, x in memory.items() if not name.startswith("__")}))
 
-    def see(self, memory):
-        if self.states == "none":
-            return None
-        return self.slots(memory) if self.states == "linear" else self.text(memory)
+    def see(self, memory, source):
+        """The state after the line `source`: None, text, or classes. Raises ValueError for bad slots."""
+        if self.states != "linear":
+            return None if self.states == "none" else self.text(memory)
+        try:
+            found = self.slots(memory)
+            if self.classes.issuperset(found) and len(found) == self.n_slots:
+                return found
+        except (LookupError, TypeError, ValueError) as error:             # such as a KeyError
+            found = repr(error)
+        raise ValueError(f"{type(self).__name__}.slots: {found} after the line {source!r}: give n_slots = "
+                         f"{self.n_slots} numbers below n_classes = {self.n_classes}, -1 where not set yet")
 
     def draw(self, rng, stage, split):
         """One trace of the split, "train" or "test". -> list of Lines. Raises ValueError if there is none."""
@@ -282,32 +292,36 @@ class Task:
             ends.append(len(tokens) - 1)
         return tokens, marks, ends
 
+    def count_answers(self, traces):
+        """Raise ValueError unless these traces of a stage have equally many answers, at least one."""
+        counts = sorted({len(lines) - [line.answer for line in lines].count("") for lines in traces})
+        if len(counts) > 1 or counts[0] == 0 or self.whole and counts[0] > 1:
+            raise ValueError(f"{type(self).__name__}.program: traces of a stage have {counts} answers: "
+                             "print (or assert with ==) equally often in each, at least once (`whole`: once)")
+
     def to_batch(self, traces):
         """Lists of Lines -> Batch."""
+        self.count_answers(traces)
         tokens, marks, ends = zip(*map(self.encode, traces))
         tokens, marks = pad(tokens), np.roll(pad(marks), -1, 1)         # a mark describes the target
         target = np.roll(tokens, -1, 1)
         target[:, -1] = PAD
-        line_end, state = np.zeros(tokens.shape, bool), np.full((*tokens.shape, self.n_slots), -1)
-        for b, lines in enumerate(traces):
-            line_end[b, ends[b]] = True
-            if self.states == "linear":
-                state[b, ends[b]] = [line.state for line in lines]
+        line_end = np.zeros(tokens.shape, bool)
+        for row, places in zip(line_end, ends):
+            row[places] = True
         batch = Batch(tokens, target, marks == ASKED, marks == STATE, line_end)
         if self.states == "linear":
-            return batch._replace(state=state)
+            batch = batch._replace(state=np.full((*tokens.shape, self.n_slots), -1))
+            batch.state[line_end] = [line.state for lines in traces for line in lines]
         if self.states in ("transformer", "contrastive"):
             return batch._replace(state_tokens=self.state_tokens(traces))
         return batch
 
     def state_tokens(self, traces):
         """-> (B, lines, W) int64: the state's text, and a newline, after each line of each trace."""
-        longest = max(map(len, traces))
-        rows = []
-        for lines in traces:
-            texts = [f"{line.state}\n" if line.state else "" for line in lines]
-            texts += [""] * (longest - len(lines))
-            rows += [encode_line(self.tokenizer, text, "", 0)[0] for text in texts]
+        longest, blank = max(map(len, traces)), Line("", "", "")
+        states = [line.state for lines in traces for line in lines + [blank] * (longest - len(lines))]
+        rows = [encode_line(self.tokenizer, f"{state}\n" if state else "", "", 0)[0] for state in states]
         return pad(rows).reshape(len(traces), longest, -1)
 
 
@@ -377,29 +391,36 @@ class Repl(Task):
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""
-        stages = []
-        for longer, sparser in (1, 1), (2, 1), (1, 2), (2, 2), (4, 4):
-            length, spacing = last.length * longer, last.spacing * sparser
-            if spacing <= length:
-                stages.append(Stage(length, spacing, last.kind))
-        return stages
+        stages = [Stage(last.length * longer, last.spacing * sparser, last.kind)
+                  for longer, sparser in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))]
+        return [stage for stage in stages if stage.spacing <= stage.length]
 
     def line(self, typed):
         """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b = b, a` or, among
-        permutations of three, `a, b, c = b, a, c`. Raises ValueError for a line that they do not have."""
+        permutations of three, `a, b, c = b, a, c`. Raises ValueError, with what to type, for other lines."""
         typed = re.sub(" *([=,()]) *", r"\1", typed.strip().removeprefix(">>>").strip())
         for name in self.names:
-            if typed in (f"print('{name}',{name})", f'print("{name}",{name})'):
+            if typed in (f"print({name})", f"print('{name}',{name})", f'print("{name}",{name})'):
                 return f"print('{name}', {name})"
         left, right = (side.split(",") for side in typed.partition("=")[::2])
-        takes = dict(zip(left, right))
-        if sorted(left) == sorted(right) and len(takes) == len(left) and takes.keys() <= {*self.names}:
-            names = self.names if self.moves == "perm" else sorted(left)
-            line = f"{', '.join(names)} = {', '.join(takes.get(name, name) for name in names)}"
-            if self.moves == "perm" or line in self.swaps:
-                return line
-        example = self.swaps[-1] if self.moves == "swap" else self.permutation(random.Random(0), "")
-        raise ValueError(f"this model knows lines like {example} and print('a', a)")
+        takes, used = dict(zip(left, right)), {*re.findall(r"\w+", typed.removeprefix("print("))}
+        moved = sorted(name for name in takes if takes[name] != name)
+        if re.match(r"[^(]+=.*\b\d", typed):
+            why = "values are given only at the start"
+        elif not used <= {*self.names}:
+            why = f"this model knows only the variables {', '.join(self.names)}"
+        elif not re.fullmatch(r"\w+(,\w+)*=\w+(,\w+)*", typed):
+            why = "this model knows only moves and prints"
+        elif len(left + right) == 2 and left != right:
+            why = "two variables would hold the same value"
+        elif sorted(left) != sorted(right) or len(takes) < len(left):
+            why = "both sides need the same names"
+        elif self.moves == "swap" and len(moved) != 2:
+            why = "this model knows only swaps of two variables"
+        else:
+            names = moved if self.moves == "swap" else self.names
+            return f"{', '.join(names)} = {', '.join(takes.get(name, name) for name in names)}"
+        raise ValueError(f"{why}: type a line like {self.swaps[0]} or print('a', a)")
 
 
 class Inverse(Repl):
@@ -1211,9 +1232,8 @@ class Trace(Task):
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
             text = state_text(state)
-            if len(self.tokenizer.encode(text)) > 100:                    # too long to be told
-                text = None
-            drawn.append(Line(line, f"{line}\n", "", text))
+            told = len(self.tokenizer.encode(text)) <= 100                # longer ones are left out
+            drawn.append(Line(line, f"{line}\n", "", text if told else None))
         drawn.append(Line(last, f"{last}\n", row["output"]))
         return drawn
 
@@ -1230,7 +1250,7 @@ def samples(args):
     kind, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
     if others:
         raise ValueError(f"--stage {args.stage}: give one stage")
-    settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name) is not None}
+    settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name, None) is not None}
     task = kind(states="transformer", **settings)
     task.check(stage)
     rng, chance = random.Random(args.seed), task.chance(stage)

@@ -588,6 +588,23 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
 # ----------------------------------------------------------------------------------------------------------
 # The public function
 
+def check(q, k, v, state, g=None, **rates):
+    """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. rates are (B, T, H)."""
+    if k.dim() != 4:
+        raise ValueError(f"k is {tuple(k.shape)}, but it must be (B, T, H, K)")
+    (B, T, H, K), V = k.shape, v.shape[-1]
+    channels = 1 if g is not None and g.shape[-1] == 1 else K
+    for name, x, shape in (("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("g", g, (B, T, H, channels)),
+                           ("state", state, (B, H, K, V)), *((r, rates[r], (B, T, H)) for r in rates)):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} is {tuple(x.shape)}, but beside k {tuple(k.shape)} it must be {shape}")
+        if x is not None and x.device != k.device:
+            raise ValueError(f"{name} is on {x.device}, but k on {k.device}: move one of them")
+    if k.numel() == 0 or V == 0:
+        raise ValueError(f"k is {tuple(k.shape)}, v {tuple(v.shape)}: there is nothing to scan")
+    return B, T, H, K, V
+
+
 def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     """The delta rule at the top of this file.
 
@@ -603,19 +620,9 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     outside [0, 2] an eigenvalue leaves [-1, 1], and the state explodes. Raises ValueError, with the reason,
     for bad shapes and for a backend that is not available. On a GPU, "auto" tries the kernels once, and warns
     if it rejects them: so call this before you capture a CUDA graph."""
-    B, T, H, K = k.shape
-    V = v.shape[-1]
     if g is not None and g.dim() == 3:
         g = g[..., None]
-    channels = 1 if g is not None and g.shape[-1] == 1 else K
-    for name, x, shape in (("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("beta", beta, (B, T, H)),
-                           ("g", g, (B, T, H, channels)), ("state", state, (B, H, K, V))):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} is {tuple(x.shape)}, but beside k {tuple(k.shape)} it must be {shape}")
-        if x is not None and x.device != k.device:
-            raise ValueError(f"{name} is on {x.device}, but k on {k.device}: move one of them")
-    if k.numel() == 0 or V == 0:
-        raise ValueError(f"k is {tuple(k.shape)}, v {tuple(v.shape)}: there is nothing to scan")
+    B, T, H, K, V = check(q, k, v, state, g, beta=beta)
     out_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
     kernel_dtype = torch.bfloat16 if {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} else dtype
     backend, _ = resolve_backend(backend, v.device, kernel_dtype, K, V)
@@ -642,9 +649,8 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
 def decay_scan(q, k, v, a=None, state=None, chunk=32):
     """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence; linear attention if a is None.
 
-    a (B, T, H) in [-1, 1]. The rest is as in `delta_rule`, but shapes are not checked, and backward() must be
-    outside autocast."""
-    B, T, H, K = k.shape
+    a (B, T, H) in [-1, 1]. The rest is as in `delta_rule`, but backward() must be outside autocast."""
+    B, T, H, K, _ = check(q, k, v, state, a=a)
     dtype, C = torch.promote_types(v.dtype, torch.float32), min(chunk, T)
     with torch.autocast(v.device.type, enabled=False):
         Q, K_out, V = (to_chunks(x.to(dtype), C) for x in (q, k, v))     # (N*B*H, C, K)

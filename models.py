@@ -76,14 +76,12 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width, channels))
 
     def forward(self, x, state=None):
-        if not len(self.weight):
+        width, T = len(self.weight), x.shape[1]
+        if not width:
             return x, ()
-        B, T, channels = x.shape
-        if state is None:
-            state = x.new_zeros(B, len(self.weight) - 1, channels)
-        seen = torch.cat([state, x], 1)                                 # (B, width - 1 + T, channels)
+        seen = F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state, x], 1)
         weight = self.weight.T[:, None].to(x.dtype)                     # (channels, 1, width)
-        y = F.conv1d(seen.mT, weight, groups=channels).mT               # (B, T, channels)
+        y = F.conv1d(seen.mT, weight, groups=len(weight)).mT            # (B, T, channels)
         return x + y, seen[:, T:]
 
 
@@ -109,8 +107,7 @@ class LinearAttention(nn.Module):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
         y = F.silu(self.qkv(x)).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
         q, k, v = y.split((1, self.steps, self.steps), 2)
-        q = F.normalize(q.flatten(1, 2), dim=-1).to(y.dtype)            # autocast would leave it in fp32
-        k = F.normalize(k.flatten(1, 2), dim=-1).to(y.dtype)
+        q, k = (F.normalize(x.flatten(1, 2), dim=-1).to(y.dtype) for x in (q, k))  # autocast made it fp32
         return q, k, v.flatten(1, 2)
 
     def scan(self, x, q, k, v, S):
@@ -472,17 +469,12 @@ def stated_lines(batch):
     return trace, ends[trace, line], batch.state_tokens[trace, line]
 
 
-class TransformerHead(nn.Module):
+class TransformerHead(LM):
     """Two attention blocks that write the state's text, given only the hidden vector at the line's end."""
 
     def __init__(self, cfg, vocab_size):
-        super().__init__()
-        cfg = SimpleNamespace(**{**vars(cfg), "conv": 0, "n_layer": 2})
-        self.embed = nn.Embedding(vocab_size, cfg.d_model)
-        self.blocks = nn.ModuleList(Block(cfg, "transformer") for _ in range(cfg.n_layer))
-        self.norm = RMSNorm(cfg.d_model)
-        self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
-        init_weights(self)
+        changes = {"model": "transformer", "conv": 0, "n_layer": 2, "states": "none"}
+        super().__init__(SimpleNamespace(**{**vars(cfg), **changes}), vocab_size)
 
     def loss(self, lm, hidden, batch):
         """The mean over tokens of the states' texts."""
@@ -581,10 +573,11 @@ def by_hand(task, places=2):
 # python models.py: each mixer, its size, and its three ways to run
 
 def tensors(state):
-    """The tensors in a state: nested lists and tuples of them."""
+    """The tensors in a state, also in lists and tuples in it; nothing else counts."""
     if isinstance(state, torch.Tensor):
         return [state]
-    return [x for part in state for x in tensors(part)]
+    parts = state if isinstance(state, (list, tuple)) else ()
+    return [x for part in parts for x in tensors(part)]
 
 
 def in_pieces(model, tokens, length):
@@ -608,8 +601,7 @@ def main():
         model = LM(cfg, vocab_size=256)
         whole, state = model(tokens)
         numbers = sum(x.numel() for x in tensors(state))
-        pieces = [in_pieces(model, tokens, length) for length in (1, 23)]
-        one, some = ((x - whole).abs().max() for x in pieces)
+        one, some = ((in_pieces(model, tokens, n) - whole).abs().max() for n in (1, 23))
         print(f"{name:18s}{count(model):12,}{numbers:16,}{one:16.0e}{some:13.0e}")
     print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens")
 

@@ -167,6 +167,7 @@ def test_targets_are_shifted_tokens_and_answers_and_line_ends_are_marked(kind, s
 def test_states_are_what_python_holds_after_each_line(kind, settings, stage):
     """As text for a state head, as a comment in the trace, as classes; of the same programs."""
     task = kind(**settings)
+    assert task.states == ("linear" if kind in SLOTS else "none")         # auto
     spoken, texts = make(kind(states="transformer", **settings), stage, 30)
     in_text, commented = make(kind(states="text", **settings), stage, 30)
     linear = make(kind(states="linear", **settings), stage, 30)[0] if kind in SLOTS else None
@@ -318,6 +319,29 @@ def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
     assert "\n" not in str(caught.value) and len(str(caught.value)) > 20
 
 
+@pytest.mark.parametrize("changes, says", [
+    ({"slots": lambda task, memory: [memory["d"]]}, r"Mine.slots: KeyError\('d'\) after the line 'c = 0'"),
+    ({"slots": data.Task.slots}, "'NoneType' object is not iterable.* after the line 'c = 0'"),
+    ({"slots": lambda task, memory: memory["c"]}, "'int' object is not iterable.* give n_slots = 1 numbers"),
+    ({"slots": lambda task, memory: [memory["c"] - 2]}, r"Mine.slots: \[-2\]"),
+    ({"slots": lambda task, memory: [memory["c"] + 0.5]}, r"Mine.slots: \[0.5\]"),
+    ({"n_slots": 2}, r"Mine.slots: \[0\] .* n_slots = 2 numbers below n_classes = 5, -1 where not set yet"),
+    ({"n_classes": 3}, r"Mine.slots: \[[34]\] after the line 'c = \(c . \d\) % 5': .* below n_classes = 3"),
+    ({"program": lambda *_: ["c = 0"]}, r"Mine.program: traces of a stage have \[0\] answers: print"),
+    ({"program": lambda task, rng, *_: ["c = 0"] + ["print(c)"] * rng.randint(1, 2)}, r"have \[1, 2\] answ"),
+    ({"program": lambda *_: ["c = 0", "print(c)", "print(c)"], "whole": True}, r"\[2\] answers: .* once"),
+    ({"program": lambda *_: ["c = 0", "print(10)"]}, "the answer 10 has several tokens: set whole = True")])
+def test_a_task_of_ones_own_that_does_not_fit_is_named_in_one_line(changes, says, monkeypatch):
+    monkeypatch.setattr(data, "is_test", lambda program: False)           # as there are few programs
+    task = type("Mine", (Clock,), changes)()
+    with pytest.raises(ValueError, match=says) as caught:
+        task.batch(0, "train", Stage(6), 0, 20)
+    assert "\n" not in str(caught.value)
+    if "tokens" not in says:
+        with pytest.raises(ValueError, match=says):
+            task.chance(Stage(6))
+
+
 # ----------------------------------------------------------------------------------------------------------
 # data.py: groups
 
@@ -381,6 +405,17 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
         bare = typed.strip().removeprefix(">>>").strip()
         assert outcome(line, task.names) == outcome(bare, task.names) is not None, typed
     assert accepted == set(lines)
+    assert task.line("print(a)") == "print('a', a)"
+    assert task.line("c, a, b = c, b, a") == ("a, b = b, a" if moves == "swap" else "a, b, c = b, a, c")
+    for typed, says in (("x = 1", "given only at the start"), ("a = 3", "given only at the start"),
+                        ("a, x = x, a", "only the variables a, b, c"), ("print(x)", "only the variables a"),
+                        ("a, print = print, a", "only the variables a"), ("a = b", "hold the same value"),
+                        ("a, b = b, c", "same names"), ("a, a = a, a", "same names"), ("a, b = b", "names"),
+                        ("print(a, b)", "only moves and prints"), ("a,, b = b,, a", "only moves and prints"),
+                        *[("a, b, c = b, c, a", "only swaps of two")] * (moves == "swap")):
+        with pytest.raises(ValueError, match=says) as caught:
+            task.line(typed)
+        assert all(map(task.line, re.search("type a line like (.*) or (.*)", str(caught.value)).groups()))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -870,11 +905,14 @@ def test_without_the_projector_form_bf16_keys_would_explode_or_die():
 def test_shapes_that_do_not_fit_are_named():
     q, k, v, beta, g, _ = example("any", T=10, gate=-1)
     for says, bad in (("q is .* beside k", (q[:, :9], k, v, beta)),
-                      ("g is .* beside k", (q, k, v, beta, g[..., 1:])),
+                      ("beta is .* beside k|a is .* beside k", (q, k, v, beta[..., None])),
+                      ("g is .* beside k|state is .* beside k", (q, k, v, beta, g[..., 1:])),
                       ("nothing to scan", [x[:, :0] for x in (q, k, v, beta)]),
+                      ("k is .* must be .B, T, H, K", [x[0] for x in (q, k, v, beta)]),
                       ("v is on meta, but k on cpu", (q, k, v.to("meta"), beta))):
-        with pytest.raises(ValueError, match=says):
-            delta_rule(*bad)
+        for scan in delta_rule, decay_scan:
+            with pytest.raises(ValueError, match=says):
+                scan(*bad)
 
 
 def test_autocast_changes_nothing_forward_or_backward():
@@ -1345,27 +1383,34 @@ def test_parameters_start_as_the_table_of_init_weights_says():
         assert mixer.beta(torch.zeros(1, 1, 32)).mean().item() == pytest.approx(2 * start, rel=0.02)
 
 
-class Fading(models.LinearAttention):
-    """A mixer of one's own: a decay per head that is learned, and a projection that it starts itself."""
+class Own(torch.nn.Module):
+    """A mixer of one's own, with parameters of many kinds, and no state."""
 
     def __init__(self, cfg):
-        super().__init__(cfg)
-        self.rate = torch.nn.Parameter(torch.full((cfg.n_head,), 3.0))
+        super().__init__()
+        self.vector = torch.nn.Parameter(torch.full((cfg.d_model,), 3.0))
+        self.matrix = torch.nn.Parameter(torch.eye(cfg.d_model))
+        self.stack = torch.nn.Parameter(torch.eye(4).repeat(cfg.d_model // 4, 1, 1))
         self.gate = torch.nn.Linear(cfg.d_model, 1)
         torch.nn.init.constant_(self.gate.bias, 7)
+        self.register_buffer("fixed", torch.full((cfg.d_model,), 0.5))
 
-    def scan(self, x, q, k, v, S):
-        a = torch.sigmoid(self.rate).expand(*x.shape[:2], -1)
-        return decay_scan(q, k, torch.sigmoid(self.gate(x))[..., None] * v, a, S)
+    def forward(self, x, state=None):
+        y = torch.sigmoid(self.vector) * (x @ self.matrix) + self.fixed
+        y = torch.einsum("btni,nij->btnj", y.unflatten(-1, (-1, 4)), self.stack).flatten(2)
+        return torch.sigmoid(self.gate(y)) * y, None
 
 
 def test_a_mixer_of_ones_own_starts_as_it_says_and_trains(monkeypatch, tmp_path):
-    monkeypatch.setitem(models.MIXERS, "fading", Fading)
-    mixer = build("fading").blocks[1].mixer
-    assert (mixer.rate == 3).all() and mixer.gate.bias.item() == 7
-    assert go(tmp_path, "--model", "fading") == 0
-    trained = train.load(only(tmp_path))[3].blocks[0].mixer
-    assert (trained.rate != 3).any() and trained.gate.bias.item() != 7
+    monkeypatch.setitem(models.MIXERS, "own", Own)
+    test_whole_token_by_token_and_segment_by_segment_agree("own")
+    assert go(tmp_path, "--model", "own") == 0
+    cfg, _, _, trained = train.load(only(tmp_path))
+    start, end = train.build(cfg)[3].blocks[0].mixer, trained.blocks[0].mixer
+    assert (start.vector == 3).all() and start.gate.bias == 7 and (end.fixed == 0.5).all()
+    for (name, before), after in zip(start.named_parameters(), end.parameters()):
+        assert (before != after).any(), name
+    assert tensors((None, [end.fixed])) == [end.fixed]
 
 
 @pytest.mark.parametrize("model", ["lstm", "gru"])
@@ -1797,7 +1842,7 @@ def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, m
 
 
 @pytest.mark.parametrize("task, states", [("repl", "text"), ("group", "auto"), ("listperm", "contrastive"),
-                                          ("arith", "auto"), ("pfsa", "auto")])
+                                          ("arith", "transformer"), ("pfsa", "auto")])
 def test_every_task_trains_and_is_evaluated_again_from_its_folder(tmp_path, capsys, task, states):
     flags = ["--task", task, "--states", states, "--eval-at", "auto"]
     assert go(tmp_path, *flags, "--curriculum", "4x2" if task == "pfsa" else "4") == 0
@@ -2526,13 +2571,16 @@ def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     assert result_of(only(tmp_path))["eval"][0]["accuracy"] > 0.95
 
 
-def test_a_mixer_of_ones_own_is_at_most_8_lines_and_works(monkeypatch):
+def test_a_mixer_of_ones_own_is_at_most_8_lines_and_its_parameter_learns(monkeypatch, tmp_path):
     source, scope = snippets()[1], dict(vars(models))
     exec(source, scope)
     assert len([line for line in source.splitlines() if line.strip()]) <= 8
     monkeypatch.setitem(models.MIXERS, "retention", scope["Retention"])
     test_whole_token_by_token_and_segment_by_segment_agree("retention")
     test_whole_token_by_token_and_segment_by_segment_agree("deltanet+retention")
+    assert go(tmp_path, "--model", "retention", "--n-head", 2) == 0
+    keep = train.load(only(tmp_path))[3].blocks[0].mixer.keep
+    assert (keep != torch.tensor([3, 6])).all()
 
 
 def test_the_sample_in_the_readme_is_what_its_command_prints(capsys):
