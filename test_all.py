@@ -2196,6 +2196,7 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, monkeypatch, capsy
     good = only(tmp_path / "runs") / "ckpt.pt"
     saved = train.read_checkpoint(good)
     torch.save({**saved, "config": {**saved["config"], "colour": "red"}}, tmp_path / "later.pt")
+    torch.save({**saved, "config": {**saved["config"], "model": "deltanet+mine"}}, tmp_path / "mixer.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     cut = good.read_bytes()[:good.stat().st_size // 2]
     for name, content in (("cut.pt", cut), ("empty.pt", b""), ("text.pt", b"hello\n")):
@@ -2207,6 +2208,15 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, monkeypatch, capsy
     (only(tmp_path / "runs") / "result.json").unlink()
     good.write_bytes(cut)
     assert "cut short" in refused(capsys, *TINY, "--out", tmp_path / "runs")
+
+
+def test_a_fault_in_a_fork_shows_where_it_is(tmp_path, monkeypatch):
+    class Forgetful(models.NoMixer):
+        def forward(self, x, state=None):
+            return x
+    monkeypatch.setitem(models.MIXERS, "forgetful", Forgetful)
+    with pytest.raises(ValueError, match="to unpack"):                    # and not exit code 2 and one line
+        go(tmp_path, "--model", "forgetful")
 
 
 def test_every_setting_has_its_reason(capsys):

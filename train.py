@@ -40,6 +40,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,7 @@ def build(cfg, lexemes=None):
     tests = task.beyond(stages[-1]) if cfg.eval_at == "auto" else parse_stages(cfg.eval_at)
     for stage in stages + tests:
         task.check(stage)
-        task.batch(cfg.seed, "test", stage, 0, 1)         # raises ValueError if there are no such traces
+        task.batch(cfg.seed, "test", stage, 0, 8)         # raises ValueError if there are no such traces
     if cfg.n_layer < len(cfg.model.split("+")):
         raise ValueError(f"--model {cfg.model} alternates mixers: give --n-layer {len(cfg.model.split('+'))}")
     if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
@@ -412,12 +413,13 @@ def read_checkpoint(path):
     """-> what `run` has saved. Raises ValueError for any other file."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        Config(**saved["config"]), saved["files"]
+        cfg = Config(**saved["config"])
+        TASKS[cfg.task], [MIXERS[name] for name in cfg.model.split("+")], saved["files"]      # all are known
         return saved
     except FileNotFoundError:
         raise ValueError(f"{path}: no such checkpoint")
     except Exception:                                     # a broken file can raise anything
-        raise ValueError(f"{path}: cut short, or no checkpoint of this version of train.py")
+        raise ValueError(f"{path}: cut short, or no checkpoint of this version of the code")
 
 
 def load(path, **changes):
@@ -580,6 +582,10 @@ def main(argv=None):
     except Timeout:
         parser.error(f"{folders[-1]} is in use by another process: wait for it, or choose another --out")
     except (ValueError, OSError) as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        ours = last.line.startswith("raise") and Path(last.filename).resolve().parent == Path(__file__).parent
+        if isinstance(error, ValueError) and not ours:
+            raise                                         # a fault in the code, perhaps of a fork: show where
         parser.error(str(error))
     except KeyboardInterrupt:
         if not (to_eval or to_play):
