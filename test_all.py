@@ -2054,8 +2054,10 @@ def test_the_bar_shows_the_stage_and_what_it_needs_and_no_end_that_nobody_knows(
     monkeypatch.setattr(train, "tqdm", Bar)
     monkeypatch.setattr(train, "losses", lambda *args: (losses(*args)[0], torch.ones(1)))
     assert go(tmp_path, "--curriculum", "3x1 4x1", "--max-samples", 400, "--stage-samples", 800) == 0
-    one, two = (f"stage {stage} of 2): 100% right, needs 90% or 800 traces: " for stage in ("3x1 (1", "4x1 (2"))
-    assert bars == [(one, None)] * 10 + [(two, None)] * 10 + [(two, 160 + 32)] * 4
+    one, two = "stage 3x1 (1 of 2): 100% right, ", "stage 4x1 (2 of 2): 100% right, "
+    needs = "needs 90% or 800 traces"
+    assert bars == [*[(one + needs, None)] * 10, *[(two + needs, None)] * 10,
+                    *[(two + "learning rate falls", 160 + 32)] * 4]
 
 
 def test_torchrun_shares_a_grid_among_its_processes(tmp_path):

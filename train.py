@@ -325,7 +325,7 @@ def run(cfg):
     print(f"device  {cfg.device}, {cfg.dtype}, {torch.get_num_threads()} threads; a scan uses {backend} ({why})")
 
     bar = tqdm(initial=at.samples, unit=" traces", disable=None)
-    needs = f"{cfg.advance:.0%}" + (f" or {of_each:,} traces" if of_each else "")
+    needs = f"needs {cfg.advance:.0%}" + (f" or {of_each:,} traces" if of_each else "")
     started = time.perf_counter() - at.seconds
     while at.samples < end():
         # learning rate
@@ -361,7 +361,8 @@ def run(cfg):
         mean = sum(at.recent) / len(at.recent)            # of the last ten batches
         where = f"stage {stage} ({number} of {len(stages)})"
         bar.total = end() if at.falling else None         # before, nobody knows
-        bar.set_description(f"{where}: {mean:.0%} right, needs {needs}", refresh=False)
+        then = "learning rate falls" if at.falling else needs
+        bar.set_description_str(f"{where}: {mean:.0%} right, {then}", refresh=False)
         bar.update(cfg.batch_size)
 
         # test
