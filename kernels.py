@@ -35,6 +35,7 @@ Linear 2510.26692; eigenvalues down to -1, Grazzi et al. 2411.12537. Not here: l
 """
 import functools
 import itertools
+import logging
 import math
 import os
 import warnings
@@ -688,7 +689,8 @@ def drift(inputs, backend):
 
 def clock(shape, dtype, device, backends):
     """Print a row: ms forward, and forward and backward, of each backend."""
-    from torch.utils.benchmark import Timer                              # may print a line about CUDA
+    logging.getLogger("torch.utils.cpp_extension").setLevel("ERROR")     # else: "No CUDA runtime is found"
+    from torch.utils.benchmark import Timer
     B, T, H, K = shape
     inputs = [x.requires_grad_() for x in swaps(B, T, H, K, K, None, dtype, device)[:4]]
 
