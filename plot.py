@@ -2,30 +2,30 @@
 Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py --all                                        every figure in assets/, in seconds
-    python plot.py curve out/deltanet-repl*                     accuracy while training, of the default run
+    python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
     python plot.py headline out/deltanet-repl* --at 128x16      left by_hand, right P1 Fig. 4, left
     python plot.py final out/deltanet-repl*                     at a trace's last answer (P1 Fig. 4, right)
-    python plot.py spacing out/spacing/*                        read with sparser prints (P1 Fig. 3)
     python plot.py horizon assets/horizon.jsonl --by moves            read without prints
     python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
-    python plot.py lengths traces.jsonl                         how long traces of functions are (P2 Fig. 1)
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
-
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py automaton out/deltanet-repl --at 64x8        how often its steps are Python's
+    python plot.py movie assets/deltanet-repl.pt                what it believes, line by line
 
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
 
-Runs that differ only in their seed are one curve: the median, in a band from the worst to the best. If they
-differ in more, --by names the settings that tell them apart, as --by states,learning_rate. P1 is arXiv
-2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
+Runs that differ only in their seed are one curve: the median, in a band from worst to best. If they differ in
+more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, their folders
+do. P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
 """
 import argparse
 import json
 import math
 import random
+import re
+import sys
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -36,31 +36,26 @@ matplotlib.use("Agg")                                       # write files, open 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.animation import PillowWriter
 
 import pfsa
 from data import GROUPS, Repl, parse_stages, run
 from models import DeltaNet, by_hand
-from train import ASIDE, Config, evaluate, load
+from train import ASIDE, Config, beliefs, evaluate, load
 
 plt.rcParams.update({"figure.figsize": (7, 4), "figure.constrained_layout.use": True, "savefig.dpi": 150,
                      "axes.grid": True, "grid.alpha": 0.3})
-LOOKS = [                                                   # of five curves; they differ in grey, too
-    {"color": "C0", "linestyle": "-", "marker": "o"},
-    {"color": "C1", "linestyle": "--", "marker": "s"},
-    {"color": "C2", "linestyle": "-.", "marker": "^"},
-    {"color": "C3", "linestyle": ":", "marker": "v"},
-    {"color": "black", "linestyle": "-", "marker": "D"},
-]
+ASIDE_HERE = {"seed", *ASIDE} - {"max_samples"}             # runs of one curve may differ in these
+LOOKS = ["C0o-", "C1s--", "C2^-.", "C3v:", "kD-"]           # of five curves; they differ in grey, too
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Runs
 
 def read_lines(path):
-    """-> the JSON objects of a .jsonl file, or of a run's folder."""
-    path = Path(path)
+    """-> the JSON objects of a file, one a line."""
     try:
-        rows = [json.loads(line) for line in open(path / "result.json" if path.is_dir() else path)]
+        rows = [json.loads(line) for line in open(path)]
     except (OSError, ValueError):
         rows = []
     if not rows:
@@ -68,27 +63,48 @@ def read_lines(path):
     return rows
 
 
-def load_runs(args):
-    """-> [(label, result), ...] of the runs that the command line names."""
-    runs = [result for path in args.paths for result in read_lines(path)]
+def load_runs(args, key="eval", needs="a result", fits=lambda row: True):
+    """-> [(label, result), ...] of the finished runs that the command line names; of result[key] only the
+    rows that fit. A run without any is left out. needs: such a row, in words."""
+    runs, found = [], []
+    for path in map(Path, args.paths):
+        place = str(path)
+        if path.is_dir():
+            place, path = re.sub(r"-seed=\d+(?!.*/)", "", place), path / "result.json"
+            if not path.exists():
+                args.left_out.append(f"{path.parent} is not finished")
+                continue
+        runs += [{**result, "place": place} for result in read_lines(path)]
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
-    if not runs:
-        raise ValueError("no such runs in these files")
     for result in runs:       # tables leave out defaults: these are right as long as Config's do not change
         result["config"] = {**asdict(Config()), **result["config"]}
-    return [(label(result, runs, ["beta_max", *args.by.split(",")]), result) for result in runs]
+        result["recipe"] = {name: x for name, x in result["config"].items() if name not in ASIDE_HERE}
+    for result in runs:
+        name = label(result, runs, ["beta_max", *args.by.split(",")])
+        rows = [row for row in result[key] if fits(row)]
+        if rows:
+            found.append((name, {**result, key: rows}))
+        else:
+            args.left_out.append(f"{name}, seed {result['seed']}, has no {needs}")
+    if not found:
+        raise ValueError(f"no finished run has {needs}: see --models and --at, or go on with train.py")
+    return found
 
 
 def label(result, runs, settings):
-    """The model, and those of the settings in which its runs differ, or that are not at their default."""
+    """The model, and those of the settings in which its runs differ, or that are not at their default. If the
+    same run is there twice, also its place."""
     words = [result["model"]]
-    kin = [other["config"] for other in runs if other["model"] == result["model"]]
+    kin = [other for other in runs if other["model"] == result["model"]]
     for name in settings:
-        value = result["config"].get(name)                  # None: a setting of older runs
-        if value is None or all(config.get(name) == value == getattr(Config, name, None) for config in kin):
-            continue
+        value, default = result["config"].get(name), getattr(Config, name, None)
+        if value is None or all(other["config"].get(name) == value == default for other in kin):
+            continue                                        # None: a setting of older runs
         words.append(f"[{1 - value:g}, 1]" if name == "beta_max" else f"{name} {value}")
+    seeds = [other["seed"] for other in kin if other["recipe"] == result["recipe"]]
+    if len(set(seeds)) < len(seeds):
+        words.append(result["place"])
     return ", ".join(words)
 
 
@@ -97,9 +113,8 @@ def seeds_of(labelled):
     groups = defaultdict(list)
     for name, result in labelled:
         for other in groups[name]:
-            one, two = result["config"], other["config"]
-            keys = [key for key in {**one, **two} if key not in ("seed", *ASIDE)]
-            differ = ",".join(key for key in keys if one.get(key) != two.get(key))
+            one, two = result["recipe"], other["recipe"]
+            differ = ",".join(name for name in {**one, **two} if one.get(name) != two.get(name))
             if differ:
                 raise ValueError(f"{result['model']}: not one curve; use some of --by {differ}")
             if result["seed"] == other["seed"]:
@@ -108,47 +123,55 @@ def seeds_of(labelled):
     return groups
 
 
-def trained(result):
-    """The last stage of a run's curriculum."""
-    return parse_stages(result["trained"])[0]
+def evaluations(args, needs="a row", fits=lambda stage: True):
+    """-> [(label, result, stage, row), ...]: the rows of each run's evaluation, at stages that fit."""
+    found = []
+    runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
+    for name, results in seeds_of(runs).items():
+        name += f", {len(results)} seed{'s' if len(results) > 1 else ''}"
+        if np.mean([result["reached"] == result["trained"] for result in results]) < 0.5:
+            name += f" (never got to {results[0]['trained']})"
+        for result in results:
+            found += [(name, result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
+    return found
 
 
-def evaluations(args):
-    """Yields label, result, stage and row, for each row of each run's evaluation."""
-    for name, runs in seeds_of(load_runs(args)).items():
-        name += f", {len(runs)} seed{'s' if len(runs) > 1 else ''}"
-        if np.mean([result["reached"] == result["trained"] for result in runs]) < 0.5:
-            name += f" (never got to {runs[0]['trained']})"
-        for result in runs:
-            for row in result["eval"]:
-                yield name, result, parse_stages(row["stage"])[0], row
+def common(key, rows):
+    """result[key] of these (label, result, ...) if it is the same in all, else None. by_hand has no stage."""
+    values = {result[key] for _, result, *_ in rows} - {None}
+    return values.pop() if len(values) == 1 else None
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Drawing
+# Figures
 
-def lines(axes, curves):
+def with_looks(curves, looks=LOOKS):
+    """{label: curve} -> (look, (label, curve)) of each."""
+    if len(curves) > len(looks):
+        raise ValueError(f"{len(curves)} curves: choose 1 to 5 by --models")
+    return zip(looks, curves.items())
+
+
+def lines(axes, curves, looks=LOOKS):
     """For each label, a line at the median over seeds, in a band from minimum to maximum; x is log.
     curves: {label: [(x, y of one seed), ...]}."""
-    if not 0 < len(curves) <= len(LOOKS):
-        raise ValueError(f"{len(curves)} curves: choose 1 to 5 by --models, and the stage by --at")
-    for look, (name, points) in zip(LOOKS, curves.items()):
+    for look, (name, points) in with_looks(curves, looks):
         x = sorted({x for x, _ in points})
         seeds = [np.percentile([y for other, y in points if other == at], [0, 50, 100]) for at in x]
         low, middle, high = np.transpose(seeds)
-        axes.plot(x, middle, **look, label=name)
-        axes.fill_between(x, low, high, color=look["color"], alpha=0.15)
+        [line] = axes.plot(x, middle, look, label=name)
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
 
 
-def finish(axes, x_label, y_label, title, chance=None, length=None):
-    """Labels and legend; lines at chance and at the trained length. -> the figure."""
+def finish(axes, x_label, y_label, title, chance=None, trained=None):
+    """Labels and legend; lines at chance and at the length of the stage `trained`. -> the figure."""
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     if chance:
         axes.axhline(chance, color="gray", linestyle=":", label="chance")
-    if length:
-        axes.axvline(length, color="gray", label="trained up to here")
+    if trained:
+        axes.axvline(parse_stages(trained)[0].length, color="gray", label="trained up to here")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     return axes.figure
@@ -170,57 +193,50 @@ def tiles(cells, x_label, title):
     return finish(axes, x_label, "", title)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Figures
-
 def curve(args):
-    """Held-out accuracy in the stage of that time, one line per seed; of the first five labels."""
+    """Held-out accuracy while training, a line per run. Each stage is a band of its own, from 0 to 100 %."""
     figure, axes = plt.subplots()
-    for look, (name, runs) in zip(LOOKS, seeds_of(load_runs(args)).items()):
-        for result in runs:
-            samples, accuracy = ([row[i] for row in result["held_out"]] for i in (0, 2))
-            axes.plot(samples, accuracy, **look, label=name)
+    runs, bands = load_runs(args, "held_out", "a test while training"), {}
+    for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # it knows the order
+        result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
+        bands |= dict.fromkeys(result["stages"])
+    for look, (name, results) in with_looks(seeds_of(runs)):
+        for result in results:
+            samples, _, accuracy = zip(*result["held_out"])
+            passed = np.searchsorted([row["samples"] for row in result["passed"]], samples)
+            below = [list(bands).index(result["stages"][number]) for number in passed]
+            axes.plot(samples, np.add(below, accuracy), look, label=name)
             name = None                                     # one label for all seeds
-    return finish(axes, "traces seen", "accuracy on held-out traces", "Learning to execute", result["chance"])
-
-
-def spacing(args):
-    """Accuracy at the trained length, over the commands from one print to the next (P1 Fig. 3)."""
-    figure, axes = plt.subplots()
-    curves = defaultdict(list)
-    for name, result, stage, row in evaluations(args):
-        last = trained(result)
-        if (stage.length, stage.kind) == (last.length, last.kind):
-            curves[name].append((stage.spacing, row["accuracy"]))
-    lines(axes, curves)
-    return finish(axes, f"commands from one print to the next, in test traces of {last.length}",
-                  "accuracy on held-out traces", "How sparse may prints be?", result["chance"], last.spacing)
+    axes.set_yticks(range(len(bands) + 1), [""] * (len(bands) + 1))
+    axes.set_yticks(np.arange(len(bands)) + 0.5, bands, minor=True)
+    return finish(axes, "traces seen", "stage", "In each band: accuracy on held-out traces, 0 to 100 %")
 
 
 def horizon(args):
     """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL."""
     figure, axes = plt.subplots(figsize=(9, 4.5))
     curves = defaultdict(list)
-    for name, result, stage, row in evaluations(args):
-        if stage.length == stage.spacing:
-            curves[name].append((stage.length, row["accuracy"]))
+    rows = evaluations(args, "a row LxL", lambda stage: stage.length == stage.spacing)
+    for name, result, stage, row in rows:
+        curves[name].append((stage.length, row["accuracy"]))
     lines(axes, curves)
-    last = [trained(result).length for _, result in load_runs(args) if result["trained"]]   # not by_hand
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
-                  "Without a print, trained models forget", result["chance"], max(last, default=None))
+                  "Without a print, trained models forget", common("chance", rows), common("trained", rows))
 
 
 def final(args):
-    """Accuracy at the last answer of a trace over length and spacing (P1 Fig. 4, right): the median over
-    seeds, in %."""
-    found, cells = defaultdict(list), {}
-    for name, result, stage, row in evaluations(args):
+    """Accuracy at the last answer of a trace, by length and spacing (P1 Fig. 4, right): the median, in %."""
+    rows, found = evaluations(args), defaultdict(list)
+    for name, result, stage, row in rows:
         found[f"{name}, a print every {stage.spacing}", stage.length].append(row["final"])
+    cells = {}
     for place, seeds in found.items():
         median = np.median(seeds)
         cells[place] = f"{100 * median:.0f}", median
-    return tiles(cells, f"commands (trained at {result['trained']})",
-                 f"Accuracy at the last print in %, chance {result['chance']:.0%}")
+    title, chance = "Accuracy at the last print in %", common("chance", rows)
+    if chance:
+        title += f", chance {chance:.0%}"
+    return tiles(cells, f"commands (trained at {common('trained', rows) or 'several stages'})", title)
 
 
 def ladder(args):
@@ -233,13 +249,12 @@ def ladder(args):
         by_seed = [[row["accuracy"] for row in result["eval"]] for result in runs]
         at, far, *_ = np.median(by_seed, 0).round(2)        # the trained length, and the next
         words = f"{at:.0%}, {far:.0%}"
-        best = max((result["passed"] for result in runs), key=len)
-        if not best or best[-1]["stage"] != result["trained"]:
-            words += f"\n[{best[-1]['stage'] if best else '-'}]"
+        best = max(([row["stage"] for row in result["passed"]] for result in runs), key=len) or ["-"]
+        if best[-1] != result["trained"]:
+            words += f"\n[{best[-1]}]"
         shade = 0.15 + 0.4 * (int(at >= 0.95) + int(far >= 0.95))
         cells[name, f"{group}\nchance {result['chance']:.0%}"] = words, shade
-    short, long = (row["stage"].replace("x1", "") for row in result["eval"][:2])
-    legend = (f"accuracy in words of {short} elements (trained up to here), and of {long}\n"
+    legend = ("accuracy in words of the trained length, and of the next length tested\n"
               "dark: 95 % in both; middle: in the shorter words; pale: in neither; white: not run\n"
               "[8x1]: training passed words of 8, not of 16")
     return tiles(cells, legend, "Which model learns which group?")
@@ -248,18 +263,19 @@ def ladder(args):
 def nats(args):
     """Hidden branches: KL from the exact predictive of an answer to the model's, over traces' length."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    titles = {"": "random prints", "forced": "a swap that may happen, and never does (P1 Fig. 10)"}
-    for axes, (kind, title) in zip(panels, titles.items()):
-        curves, uniform = defaultdict(list), {}
-        for name, result, stage, row in evaluations(args):
-            if stage.kind == kind:
-                curves[name].append((stage.length, row["kl"]))
-                uniform[stage.length] = -math.log(result["chance"]) - row["floor"]
+    titles = {"LxS": "random prints", "LxS:forced": "a swap that may happen, and never does (P1 Fig. 10)"}
+    for axes, (needs, title) in zip(panels, titles.items()):
+        rows = evaluations(args, f"a row {needs}", lambda stage: stage.kind == needs[4:])
+        curves, uniform = defaultdict(list), []
+        for name, result, stage, row in rows:
+            curves[name].append((stage.length, row["kl"]))
+            uniform.append((stage.length, -math.log(result["chance"]) - row["floor"]))
         lines(axes, curves)
-        axes.plot(uniform.keys(), uniform.values(), ":", color="gray", label="chance: a uniform guess")
+        if common("chance", rows):
+            lines(axes, {"chance: a uniform guess": uniform}, ["k:"])
         axes.set_yscale("log")
         finish(axes, "lines of a trace", "KL from the exact belief, nats per print", title,
-               length=trained(result).length)
+               trained=common("trained", rows))
         axes.get_legend().remove()
     figure.suptitle("How far is a model from the exact belief? 0 is perfect")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -269,8 +285,12 @@ def nats(args):
 def samples(args):
     """Traces until 95 % of the held-out answers were right: a panel per task, a row per label, a marker per
     run. Hollow: not reached; drawn where the run ended, with its accuracy there."""
-    found = seeds_of(((name, f"{result['task']}, {trained(result).length} lines"), result)
-                     for name, result in load_runs(args))
+    labelled = []
+    for name, result in load_runs(args):
+        [stage] = parse_stages(result["trained"])
+        task = f"{result['task']}, {stage.length} lines (chance {result['chance']:.0%})"
+        labelled.append(((name, task), result))
+    found = seeds_of(labelled)
     names, tasks = (list(dict.fromkeys(words)) for words in zip(*found))
     figure, [panels] = plt.subplots(1, len(tasks), figsize=(11, 4.5), squeeze=False, sharey=True)
     for (name, task), runs in found.items():
@@ -287,7 +307,7 @@ def samples(args):
                 failed.append(f"{last['accuracy']:.0%}")
         if failed:
             axes.text(end, row, f"   {', '.join(failed)}", va="center", fontsize=8)
-        finish(axes, "traces", "", f"{task} (chance {result['chance']:.0%})")
+        finish(axes, "traces", "", task)
         axes.set_xscale("log", base=2)
         axes.margins(x=0.25)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -295,14 +315,6 @@ def samples(args):
     figure.suptitle("Traces until 95 % of the answers are right. A marker is a run. "
                     "Hollow: not reached, and the accuracy at its end")
     return figure
-
-
-def lengths(args):
-    """How many traces of functions have how many steps (P2 Fig. 1). A line of the files is a trace."""
-    steps = [row["steps"] for path in args.paths for row in read_lines(path)]
-    figure, axes = plt.subplots()
-    axes.hist(steps, bins=range(max(steps) + 2), align="left")
-    return finish(axes, "steps of a trace", "number of traces", f"{len(steps):,} traces of functions")
 
 
 def filters(args):
@@ -313,7 +325,7 @@ def filters(args):
         states = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)
         mass = states[0, ::2].double().sum(1)               # after each print
         mass = mass[mass > 0]
-        left.loglog(mass, **look, markevery=[-1], label=f"{dtype}: 0 after {len(mass)}")
+        left.loglog(mass, look, markevery=[-1], label=f"{dtype}: 0 after {len(mass)}")
     left.set_yticks([1, 1e-100, 1e-200, 1e-300])
     finish(left, "prints of probability 1/2", "mass of the linear filter (exact: 1)", "P1 Figure 9")
     H = pfsa.marginal_filter(3, [[pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 1100])[0, ::2]
@@ -363,15 +375,15 @@ def headline(args):
             axes.set_title(command, fontsize=9)
             axes.set_xlabel("value", fontsize=8)
     axes, curves = right.subplots(), defaultdict(list)
-    for name, result, stage, row in evaluations(args):
-        if stage == parse_stages(args.at)[0]:
-            by_power = defaultdict(list)
-            for i, accuracy in enumerate(row["by_answer"], 1):
-                by_power[2 ** math.ceil(math.log2(i * stage.spacing))].append(accuracy)
-            curves[name] += [(commands, np.mean(part)) for commands, part in by_power.items()]
+    rows = evaluations(args, f"a row of {args.at}", lambda stage: stage == parse_stages(args.at)[0])
+    for name, result, stage, row in rows:
+        by_power = defaultdict(list)
+        for i, accuracy in enumerate(row["by_answer"], 1):
+            by_power[2 ** math.ceil(math.log2(i * stage.spacing))].append(accuracy)
+        curves[name] += [(commands, np.mean(part)) for commands, part in by_power.items()]
     lines(axes, curves)
     finish(axes, f"commands so far in traces of {args.at}", "accuracy on held-out traces",
-           "Which models keep track?", result["chance"], trained(result).length)
+           "Which models keep track?", common("chance", rows), common("trained", rows))
     return figure
 
 
@@ -413,8 +425,8 @@ def measure_heads(args, traces=32):
                 mixer.beta = lambda x: scales * beta(x)
                 accuracy.append(evaluate(model, task, stage, cfg)["accuracy"])
             shares = betas[..., head].quantile(torch.linspace(0, 1, 21))
-            keys_here = keys[:, :, head].flatten(0, 1)
-            variance = torch.linalg.svdvals(keys_here - keys_here.mean(0)).square()
+            keys_here = keys[:, :, head].flatten(0, 1)      # (B T, K)
+            variance = torch.linalg.eigvalsh(keys_here.T.cov()).flip(0)
             variance = variance.cumsum(0) / variance.sum()
             found[f"{layer}.{head + 1}"] = {"accuracy": accuracy, "betas": shares.tolist(),
                                             "keys": variance.tolist()}
@@ -432,6 +444,7 @@ def heads(args):
         measured = read_lines(args.paths[0])[-1]            # if it has several lines, the last
     else:
         measured = measure_heads(args)
+        Path(args.save).parent.mkdir(parents=True, exist_ok=True)
         Path(args.save).with_suffix(".jsonl").write_text(json.dumps(measured) + "\n")
     found = measured["heads"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
@@ -453,45 +466,29 @@ def heads(args):
                   "Accuracy if its betas are scaled", measured["chance"])
 
 
-@torch.no_grad()
-def would_say(task, model, state, traces):
-    """-> the values that a model would say in each trace if all variables were printed now."""
-    said = []
-    for name in task.names:
-        question = torch.tensor([task.tokenizer.encode(f"{task.prompt}print('{name}', {name})\n{name} ")])
-        hidden, _ = model(question.expand(traces, -1), state)
-        said.append(model.head(hidden[:, -1]).argmax(-1) - ord("0"))
-    return torch.stack(said, 1).tolist()
-
-
-def execute(sources, memories, names):
-    """Execute one line in each memory. -> what these variables then hold in each."""
-    for source, memory in zip(sources, memories):
-        run([source], memory)
-    return [[memory.get(name) for name in names] for memory in memories]
+def execute(source, memory):
+    """Execute one line. -> the values of all variables after it, by their names."""
+    run([source], memory)
+    return [memory[name] for name in sorted(memory) if name.isalpha()]
 
 
 @torch.no_grad()
 def automaton(args, traces=256):
-    """The automaton that a model behaves as. Its state after a command: what it would say if all variables
-    were printed then. A step is right if Python turns the values that the model would say before the command
-    into those that it would say after; a step from a wrong state can be right."""
+    """How often a model knows all variables after a command. And how often its steps are right: Python turns
+    the values it would print before a command into those after it. From a wrong state, they still can be."""
     _, task, stage, model = one_model(args, traces)
     rng = random.Random(0)
     drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
-    tokens, _, ends = zip(*map(task.encode, drawn))         # lines are equally long in all traces
-    tokens, memories, state, start = torch.tensor(tokens), [{} for _ in drawn], None, 0
-    before, right, steps = None, [], []
-    for number, end in enumerate(ends[0]):
-        _, state = model(tokens[:, start:end + 1], state)
-        start = end + 1
-        sources = [trace[number].source for trace in drawn]
-        held = execute(sources, memories, task.names)
+    memories, state, before, right, steps = [{} for _ in drawn], None, None, [], []
+    for lines in zip(*drawn):                               # equally long in all traces
+        _, state = model(torch.tensor([task.encode([line])[0] for line in lines]), state)
+        sources = [line.source for line in lines]
+        held = list(map(execute, sources, memories))
         if ", " in sources[0] and " = " in sources[0]:      # a command
-            said = would_say(task, model, state, traces)
+            said = (beliefs(task, model, state, traces).argmax(-1) - ord("0")).tolist()
             right += map(list.__eq__, said, held)
             if before:
-                steps += map(list.__eq__, said, execute(sources, before, task.names))
+                steps += map(list.__eq__, said, map(execute, sources, before))
             before = [dict(zip(task.names, values)) for values in said]
     astray = [step for step, was_right in zip(steps, right) if not was_right]
     for what, found in [("commands end in the right state", right), ("steps are right", steps),
@@ -500,22 +497,58 @@ def automaton(args, traces=256):
             print(f"{np.mean(found):.2%} of {len(found):,} {what}")
 
 
+@torch.no_grad()
+def movie(args, lines=40):
+    """The first lines of a held-out trace, one per frame. Beside them, how probable each value of a variable
+    is to the model, and a ring at the one that it holds in Python: red if another is the most probable."""
+    _, task, stage, model = one_model(args, 1)
+    trace, n = task.draw(random.Random(0), stage, "test")[:lines], task.n_vars
+    figure, (left, right) = plt.subplots(1, 2, figsize=(5, 2.6), width_ratios=[1.3, 1])
+    figure.suptitle("Shade: what the model believes. Ring: what Python holds", fontsize=9)
+    left.axis("off")
+    text = left.text(0, 0, "", va="bottom", family="monospace", fontsize=min(8, 45 / n), in_layout=False)
+    image = right.imshow(np.zeros((n, n)), vmin=0, vmax=1.4, cmap="Blues")
+    rings = right.scatter(range(n), range(n), s=(80 / n) ** 2, facecolors="none", linewidths=2)
+    right.set_xticks(range(n), range(1, n + 1))
+    right.set_yticks(range(n), task.names)
+    right.set_xlabel("value")
+    right.grid(False)
+    Path(args.save).parent.mkdir(parents=True, exist_ok=True)
+    writer, memory, state, read = PillowWriter(fps=2.5), {}, None, []
+    with writer.saving(figure, args.save, 150):
+        for line in trace:
+            _, state = model(torch.tensor([task.encode([line])[0]]), state)
+            held = execute(line.source, memory)
+            read.append(line.text)
+            if len(held) < n:                               # no trace asks before all variables are set
+                continue
+            if not line.source.startswith("print"):         # then the model expects what it prints
+                [chances] = beliefs(task, model, state)[:, :, ord("1"):ord("1") + n].numpy()
+            text.set_text("".join(read[-14:]).strip())
+            image.set_data(chances)
+            rings.set_offsets([(value - 1, row) for row, value in enumerate(held)])
+            rings.set_edgecolors(np.where(chances.argmax(1) + 1 == held, "black", "red"))
+            writer.grab_frame()
+        for _ in range(8):                                  # hold the last one
+            writer.grab_frame()
+    print(f"saved {args.save}")
+
+
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, headline, final, spacing, horizon, ladder, samples, nats, lengths,
-                                    filters, heads, automaton]}
+COMMANDS = {f.__name__: f for f in [curve, headline, final, horizon, ladder, samples, nats, filters, heads,
+                                    automaton, movie]}
 ALL = {  # the figures of README.md and assets/RESULTS.md
-    "headline": "assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
-    "final": "assets/final.jsonl",
-    "spacing": "assets/spacing.jsonl",
-    "ladder": "assets/ladder.jsonl --by n_householder,n_layer",
-    "nats": "assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
-    "samples": "assets/told.jsonl --by states",
-    "lengths": "assets/lengths.jsonl",
-    "horizon": "assets/horizon.jsonl --by moves",
-    "heads": "assets/heads.jsonl",
-    "filters": "",
+    "headline.png": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
+    "final.png": "final assets/final.jsonl",
+    "ladder.png": "ladder assets/ladder.jsonl --by n_householder,n_layer",
+    "nats.png": "nats assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
+    "samples.png": "samples assets/told.jsonl --by states",
+    "horizon.png": "horizon assets/horizon.jsonl --by moves",
+    "heads.png": "heads assets/heads.jsonl",
+    "filters.png": "filters",
+    "movie.gif": "movie assets/deltanet-repl.pt",
 }
 
 
@@ -528,20 +561,23 @@ def main(argv=None):
     parser.add_argument("--at", default="128x16", help="the stage, if a command has one [128x16]")
     parser.add_argument("--models", help="only these, as deltanet,lstm")
     parser.add_argument("--by", default="", help="settings that labels name, as states,learning_rate")
-    parser.add_argument("--save", help="the picture: .png, .svg, .pdf [out/COMMAND.png]")
+    parser.add_argument("--save", help="the picture: .png, .svg, .pdf; of movie: .gif [out/COMMAND.png]")
     parser.add_argument("--all", action="store_true", help="draw every figure in assets/ from its table")
     args = parser.parse_args(argv)
     if args.all:
         for name, words in ALL.items():
-            main([name, *words.split(), "--save", f"assets/{name}.png"])
+            main([*words.split(), "--save", f"assets/{name}"])
         return
     if not args.command or not args.paths and args.command != "filters":
         parser.error("give a command, and folders of runs or .jsonl files")
-    args.save = args.save or f"out/{args.command}.png"
+    args.save = args.save or f"out/{args.command}.{'gif' if args.command == 'movie' else 'png'}"
+    args.left_out = []
     try:
-        Path(args.save).parent.mkdir(parents=True, exist_ok=True)
         figure = COMMANDS[args.command](args)
+        for what in dict.fromkeys(args.left_out):
+            print(f"plot.py: {what}; left out", file=sys.stderr)
         if figure:
+            Path(args.save).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(args.save)
             print(f"saved {args.save}")
     except KeyError as error:
