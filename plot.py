@@ -63,7 +63,7 @@ def read_lines(path):
     return rows
 
 
-def load_runs(args, key="eval", needs="a result", fits=lambda row: True):
+def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     """-> [(label, result), ...] of the finished runs that the command line names; of result[key] only the
     rows that fit. A run without any is left out. needs: such a row, in words."""
     runs, found = [], []
@@ -88,7 +88,8 @@ def load_runs(args, key="eval", needs="a result", fits=lambda row: True):
         else:
             args.left_out.append(f"{name}, seed {result['seed']}, has no {needs}")
     if not found:
-        raise ValueError(f"no finished run has {needs}: see --models and --at, or go on with train.py")
+        why = args.left_out[0] if args.left_out else f"there are no runs of {args.models} here"
+        raise ValueError(f"nothing to draw: {why}")
     return found
 
 
@@ -123,7 +124,7 @@ def seeds_of(labelled):
     return groups
 
 
-def evaluations(args, needs="a row", fits=lambda stage: True):
+def evaluations(args, needs="row", fits=lambda stage: True):
     """-> [(label, result, stage, row), ...]: the rows of each run's evaluation, at stages that fit."""
     found = []
     runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
@@ -196,7 +197,7 @@ def tiles(cells, x_label, title):
 def curve(args):
     """Held-out accuracy while training, a line per run. Each stage is a band of its own, from 0 to 100 %."""
     figure, axes = plt.subplots()
-    runs, bands = load_runs(args, "held_out", "a test while training"), {}
+    runs, bands = load_runs(args, "held_out", "test while training (see --eval-every)"), {}
     for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # it knows the order
         result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
         bands |= dict.fromkeys(result["stages"])
@@ -216,7 +217,7 @@ def horizon(args):
     """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL."""
     figure, axes = plt.subplots(figsize=(9, 4.5))
     curves = defaultdict(list)
-    rows = evaluations(args, "a row LxL", lambda stage: stage.length == stage.spacing)
+    rows = evaluations(args, "row LxL", lambda stage: stage.length == stage.spacing)
     for name, result, stage, row in rows:
         curves[name].append((stage.length, row["accuracy"]))
     lines(axes, curves)
@@ -265,7 +266,7 @@ def nats(args):
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     titles = {"LxS": "random prints", "LxS:forced": "a swap that may happen, and never does (P1 Fig. 10)"}
     for axes, (needs, title) in zip(panels, titles.items()):
-        rows = evaluations(args, f"a row {needs}", lambda stage: stage.kind == needs[4:])
+        rows = evaluations(args, f"row {needs}", lambda stage: stage.kind == needs[4:])
         curves, uniform = defaultdict(list), []
         for name, result, stage, row in rows:
             curves[name].append((stage.length, row["kl"]))
@@ -375,7 +376,7 @@ def headline(args):
             axes.set_title(command, fontsize=9)
             axes.set_xlabel("value", fontsize=8)
     axes, curves = right.subplots(), defaultdict(list)
-    rows = evaluations(args, f"a row of {args.at}", lambda stage: stage == parse_stages(args.at)[0])
+    rows = evaluations(args, f"row of {args.at}", lambda stage: stage == parse_stages(args.at)[0])
     for name, result, stage, row in rows:
         by_power = defaultdict(list)
         for i, accuracy in enumerate(row["by_answer"], 1):

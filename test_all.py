@@ -2279,7 +2279,7 @@ def of(*results, path="table.jsonl", at="64x8", models=None, by=""):
     """A command line about such results."""
     if results:
         Path(path).write_text("\n".join(map(json.dumps, results)))
-    return SimpleNamespace(paths=[path], at=at, models=models, by=by, save="out.png")
+    return SimpleNamespace(paths=[path], at=at, models=models, by=by, save="out.png", left_out=[])
 
 
 @pytest.fixture(autouse=True)
@@ -2298,13 +2298,13 @@ def on(group, at, far, model="lstm", passed="32x1", **settings):
 
 
 FIGURES = {   # command: runs, and what each panel shows of them
-    "curve": ([result(held_out=[[8, "2x1", 0.5], [16, "4x1", 0.75]])],
-              [{"deltanet": [(8, 0.5), (16, 0.75)], "chance": CHANCE}]),
+    "curve": ([result(held_out=[[8, "2x1", 0.5]], reached="2x1"),         # stages 2x1, 4x1, 8x1: 4x1 was short
+               result(held_out=[[8, "2x1", 0.25], [16, "2x1", 0.75], [24, "8x1", 0.5], [32, "64x8", 0.75]], seed=1,
+                      model="gru", passed=[{"stage": stage, "samples": samples} for stage, samples in
+                                           (("2x1", 16), ("4x1", 20), ("8x1", 24))])],
+              [{"deltanet": [(8, 0.5)], "gru": [(8, 0.25), (16, 0.75), (24, 2.5), (32, 3.75)]}]),
     "headline": ([result([row("8x1"), row("64x8", by_answer=[1, 0.75, 0.5, 0.25, 1, 0.5, 0.5, 0])])],
                  [{"deltanet, 1 seed": [(8, 1), (16, 0.75), (32, 0.375), (64, 0.5)], **GREY}]),
-    "spacing": ([result([row("64x32", 0.5), row("64x8", 0.75), row("128x8", 0.25)])],
-                [{"deltanet, 1 seed": [(8, 0.75), (32, 0.5)], "chance": CHANCE,
-                  "trained up to here": [(8, 0), (8, 1)]}]),
     "horizon": ([result([row("64x64", 0.75), row("96x96", 0.5), row("128x64", 0.25)]),
                  {**result([row("64x64")], None, None, seed=1), "model": "by_hand"}],
                 [{"deltanet, 1 seed": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)], **GREY}]),
@@ -2325,12 +2325,11 @@ FIGURES = {   # command: runs, and what each panel shows of them
                  result([row("32x1", 0.5)], "32x1:2", task="parity", model="lstm",
                         held_out=[[100, "8x1", 1], [200, "32x1", 0.94]])],
                 [{("deltanet", 200): "full", ("lstm", 9000): "none"}]),
-    "lengths": ([{"steps": steps} for steps in (0, 3, 3, 50, 3)], [{0: 1, 3: 3, 50: 1}]),
 }
 
 
 def shown(axes):
-    """The named lines of a panel, its points, the words and the shades of its cells, or its bars."""
+    """The named lines of a panel, its points, or the words and the shades of its cells."""
     columns = [label.get_text() for label in axes.get_xticklabels()]
     rows, found = [label.get_text() for label in axes.get_yticklabels()], {}
     for line in axes.lines:
@@ -2343,7 +2342,6 @@ def shown(axes):
     for image in axes.images:
         for (x, y), words in ((text.get_position(), text.get_text()) for text in axes.texts):
             found[rows[y], columns[x]] = words, round(image.get_array()[y, x], 9)
-    found |= {round(bar.get_x() + 0.5): bar.get_height() for bar in axes.patches if bar.get_height()}
     return found
 
 
@@ -2356,14 +2354,59 @@ def test_a_figure_shows_the_numbers_of_its_runs(command):
 
 
 def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
-    rates = [result(seed=seed, learning_rate=rate) for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
+    rates = [result(seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
+             for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
     for figure in plot.curve, plot.final, plot.ladder, plot.samples:
         with pytest.raises(ValueError, match="use some of --by learning_rate"):
             figure(of(*rates))
     assert {name for name, *_ in plot.evaluations(of(by="learning_rate"))} == {
         "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}
     with pytest.raises(ValueError, match="seed 1 is there twice"):
-        plot.curve(of(rates[1], rates[1]))
+        plot.final(of(rates[1], rates[1]))
+
+
+def in_folders(**results):
+    """Folders of runs, each with this result, or with None, as of a run that was stopped. -> a command line."""
+    for name, found in results.items():
+        Path("out", name).mkdir(parents=True)
+        if found:
+            Path("out", name, "result.json").write_text(json.dumps(found))
+    args = of()
+    args.paths = [f"out/{name}" for name in results]
+    return args
+
+
+def test_twins_are_told_apart_by_their_folder_and_seeds_of_one_folder_are_one_curve():
+    seeds = [result([row("64x8", 0.5 + seed / 4)], seed=seed) for seed in (0, 1, 0)]
+    args = in_folders(first=seeds[0], changed=seeds[2], gru=result(model="gru"))
+    os.rename("out/first", "out/x-seed=0")
+    args.paths[0] = "out/x-seed=0"
+    Path("out/x-seed=1").mkdir()
+    Path("out/x-seed=1/result.json").write_text(json.dumps(seeds[1]))
+    args.paths += ["out/x-seed=1"]
+    assert {name for name, *_ in plot.evaluations(args)} == {
+        "deltanet, out/x, 2 seeds", "deltanet, out/changed, 1 seed", "gru, 1 seed"}
+    args.paths += ["out/changed"]
+    with pytest.raises(ValueError, match="seed 0 is there twice"):
+        plot.evaluations(args)
+
+
+def test_what_is_left_out_is_named(capsys):
+    runs = {"whole": result([row("64x64")], model="gru"), "stopped": None, "short": result([row("64x8")])}
+    paths = in_folders(**runs).paths
+    plot.main(["horizon", *paths])
+    out, err = capsys.readouterr()
+    assert out == "saved out/horizon.png\n" and err.splitlines() == [
+        "plot.py: out/stopped is not finished; left out", "plot.py: deltanet, seed 0, has no row LxL; left out"]
+    with pytest.raises(ValueError, match="5 by --models"):
+        plot.curve(of(*(result(model=model, held_out=[[8, "64x8", 1]]) for model in list(models.MIXERS)[:6])))
+
+
+def test_what_is_not_true_of_all_curves_is_not_drawn():
+    runs = [result([row("64x64")], chance=0.25), result([row("64x64")], "32x4", "32x4", model="gru")]
+    assert shown(plot.horizon(of(*runs)).axes[0]).keys() == {"deltanet, 1 seed", "gru, 1 seed", "chance"}
+    runs[1]["chance"] = 0.5
+    assert shown(plot.horizon(of(*runs)).axes[0]).keys() == {"deltanet, 1 seed", "gru, 1 seed"}
 
 
 def test_the_committed_pictures_are_those_of_the_committed_tables():
@@ -2371,9 +2414,9 @@ def test_the_committed_pictures_are_those_of_the_committed_tables():
     letters = plot.matplotlib.ft2font.__freetype_build_type__
     shutil.copytree(HERE / "assets", "assets", ignore=shutil.ignore_patterns("*.png"))
     plot.main(["--all"])
-    drawn = {path.name for path in Path("assets").glob("*.png")}
-    assert drawn == {path.name for path in (HERE / "assets").glob("*.png")}
-    for name in drawn:
+    drawn = {path.name for path in Path("assets").glob("*.*g*") if path.suffix in (".png", ".gif")}
+    assert drawn == {*plot.ALL} == {path.name for path in (HERE / "assets").iterdir()} & drawn
+    for name in drawn - {"movie.gif"}:                                    # of this: below
         one, other = (Image.open(folder / name) for folder in (Path("assets"), HERE / "assets"))
         if (one.info["Software"], letters) != (other.info["Software"], "local"):
             pytest.skip("another version of matplotlib drew the committed pictures")
@@ -2466,6 +2509,44 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
     assert np.allclose(heads["1.1"]["keys"], energy.cumsum() / energy.sum(), atol=1e-4)
 
 
+def test_the_movie_shows_what_the_model_believes_and_what_python_holds(monkeypatch):
+    """by_hand's model, but it skips the third command: its rings are red until prints have told it all."""
+    task, frames = Repl(3, "swap", states="none"), []
+    lm, commands = models.by_hand(task), itertools.count(1)
+    exact = lm.forward
+
+    def forgetful(tokens, state):
+        hidden, after = exact(tokens, state)
+        is_swap = re.fullmatch(r">>> ., . = ., .\n", task.tokenizer.decode(tokens[0].tolist()))
+        return hidden, state if is_swap and next(commands) == 3 else after
+
+    def look(writer):
+        text, [image], [rings] = writer.fig.axes[0].texts[0], writer.fig.axes[1].images, writer.fig.axes[1].collections
+        places = [(round(y), round(x) + 1) for x, y in rings.get_offsets().tolist()]
+        colors = ["red" if color[0] else "black" for color in rings.get_edgecolors()]
+        frames.append((text.get_text().splitlines(), image.get_array().tolist(), places, colors))
+    monkeypatch.setattr(lm, "forward", forgetful)
+    monkeypatch.setattr(plot.PillowWriter, "grab_frame", look)
+    monkeypatch.setattr(plot.PillowWriter, "finish", lambda writer: None)
+    use(monkeypatch, task, lm)
+    plot.movie(of(path="a run", at="8x4"))
+    assert len(frames) == 1 + (8 + 2 * 2) + 8 and frames[12:] == frames[12:13] * 9        # it holds the last one
+    memory, believed, number = {}, {}, 0
+    first, *others = frames[:13]
+    for lines, shades, rings, colors in [first, *(([text[-1]], *more) for text, *more in others)]:
+        for line in (line.removeprefix(">>> ") for line in lines if "print" not in line):
+            source = line if "=" in line else line.replace(" ", " = ")    # by_hand writes what was printed
+            number += ", " in source
+            exec(source, memory)
+            if ", " not in source or number != 3:
+                exec(source, believed)
+        assert rings == [(i, memory[name]) for i, name in enumerate("abc")]
+        assert [1 + row.index(max(row)) for row in shades] == [believed[name] for name in "abc"]
+        assert colors == ["black" if memory[name] == believed[name] else "red" for name in "abc"]
+        assert all(max(row) > 0.99 and sum(row) < 1.001 for row in shades)
+    assert number == 8 and any("red" in colors for *_, colors in frames)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # plot.py: the command line
 
@@ -2478,8 +2559,8 @@ def test_help_has_an_example_of_every_command(capsys):
 
 @pytest.mark.parametrize("words, reason", [
     ("curve", "give a command"), ("curv out", "invalid choice"), ("final nowhere", "give folders"),
-    ("nats table.jsonl", "no 'kl'"), ("final table.jsonl --models rnn", "no such runs"),
-    ("headline table.jsonl --at 9x9", "0 curves"), ("headline table.jsonl --at long", "no stage"),
+    ("nats table.jsonl", "no 'kl'"), ("final table.jsonl --models rnn", "no runs of rnn"),
+    ("headline table.jsonl --at 9x9", "seed 0, has no row of 9x9"), ("headline table.jsonl --at long", "no stage"),
     ("automaton nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
     ("final table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
@@ -2505,7 +2586,7 @@ def readme_commands():
 
 def small_config():
     """train.Config with defaults that are trained in a moment."""
-    small = dict(d_model=16, max_samples=32, warmup=16, cooldown=8, eval_samples=1)
+    small = dict(d_model=16, max_samples=32, warmup=16, cooldown=8, eval_samples=1, eval_every=4)
     kinds = [(f.name, f.type, small.get(f.name, f.default)) for f in dataclasses.fields(train.Config)]
     return dataclasses.make_dataclass("Config", kinds)
 
