@@ -407,10 +407,12 @@ class Repl(Task):
         moved = sorted(name for name in takes if takes[name] != name)
         if re.match(r"[^(]+=.*\b\d", typed):
             why = "values are given only at the start"
+        elif not re.fullmatch(r"\w+(,\w+)*=\w+(,\w+)*|print\(.*\)", typed):
+            why = "this model knows only moves and prints"
         elif not used <= {*self.names}:
             why = f"this model knows only the variables {', '.join(self.names)}"
-        elif not re.fullmatch(r"\w+(,\w+)*=\w+(,\w+)*", typed):
-            why = "this model knows only moves and prints"
+        elif typed.startswith("print"):
+            why = "a print shows one variable"
         elif len(left + right) == 2 and left != right:
             why = "two variables would hold the same value"
         elif sorted(left) != sorted(right) or len(takes) < len(left):

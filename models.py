@@ -358,7 +358,10 @@ class Block(nn.Module):
     def forward(self, x, state=None):
         conv_state, mixer_state = state or (None, None)
         y, conv_state = self.conv(self.norm1(x), conv_state)
-        y, mixer_state = self.mixer(y, mixer_state)
+        found = self.mixer(y, mixer_state)
+        if not isinstance(found, tuple) or found[0].shape != x.shape:
+            raise TypeError(f"{type(self.mixer).__name__}.forward: return (y, state), y of the shape of x")
+        y, mixer_state = found
         x = x + y
         return x + self.mlp(self.norm2(x)), (conv_state, mixer_state)
 

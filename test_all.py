@@ -324,6 +324,7 @@ def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
     ({"slots": data.Task.slots}, "'NoneType' object is not iterable.* after the line 'c = 0'"),
     ({"slots": lambda task, memory: memory["c"]}, "'int' object is not iterable.* give n_slots = 1 numbers"),
     ({"slots": lambda task, memory: [memory["c"] - 2]}, r"Mine.slots: \[-2\]"),
+    ({"slots": lambda task, memory: [memory["c"] and 5]}, r"Mine.slots: \[5\]"),
     ({"slots": lambda task, memory: [memory["c"] + 0.5]}, r"Mine.slots: \[0.5\]"),
     ({"n_slots": 2}, r"Mine.slots: \[0\] .* n_slots = 2 numbers below n_classes = 5, -1 where not set yet"),
     ({"n_classes": 3}, r"Mine.slots: \[[34]\] after the line 'c = \(c . \d\) % 5': .* below n_classes = 3"),
@@ -411,7 +412,7 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
                         ("a, x = x, a", "only the variables a, b, c"), ("print(x)", "only the variables a"),
                         ("a, print = print, a", "only the variables a"), ("a = b", "hold the same value"),
                         ("a, b = b, c", "same names"), ("a, a = a, a", "same names"), ("a, b = b", "names"),
-                        ("print(a, b)", "only moves and prints"), ("a,, b = b,, a", "only moves and prints"),
+                        ("print(a, b)", "shows one variable"), ("import os", "only moves"), ("a,, b = b,, a", "only moves and prints"),
                         *[("a, b, c = b, c, a", "only swaps of two")] * (moves == "swap")):
         with pytest.raises(ValueError, match=says) as caught:
             task.line(typed)
@@ -1770,7 +1771,7 @@ def test_a_tiny_model_learns_three_variables(tmp_path):
                    "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = result_of(only(tmp_path))
-    assert list(result) == ("model task seed params chance trained reached samples steps seconds passed held_out "
+    assert list(result) == ("model task seed params chance trained reached cut_short samples steps seconds passed held_out "
                             "eval commit files argv torch threads config").split()
     accuracy = [row["accuracy"] for row in result["eval"]]
     assert accuracy[0] >= 0.99 and accuracy[1] >= 0.95, accuracy
@@ -1824,7 +1825,7 @@ def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, m
         terms, right = honest(*args)
         return terms, torch.full_like(right, rights[len(batches) - 1])
     monkeypatch.setattr(train, "losses", said)
-    flags = ["--curriculum", "3x1 4x1", "--max-samples", 200]
+    flags = ["--curriculum", "3x1 4x1", "--max-samples", 200, "--reveal-weight", 3]
     if interrupted:
         assert go(tmp_path, *flags) == 130
     assert go(tmp_path, *flags) == 0
@@ -1892,7 +1893,7 @@ def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_pat
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
     if finished:
         assert json.loads((parts / "96-result.json").read_text()) == kept
-    if finished and b["at"]["falling"]:
+    if finished:
         cfg, task, [stage], model = train.load(parts / "96-ckpt.pt", eval_at="4x2", device="cpu")
         assert train.evaluate(model, task, stage, cfg) == kept["eval"][0]
 
@@ -1900,7 +1901,10 @@ def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_pat
 def test_a_run_that_ended_for_its_last_stage_does_not_go_on_and_fewer_traces_are_refused(tmp_path, monkeypatch, capsys):
     flags = ["--advance", 0.01, "--cooldown", 8]
     assert "a larger one" not in run_again(tmp_path / "passed", capsys, *flags)
-    assert "is finished" in run_again(tmp_path / "passed", capsys, *flags, "--max-samples", 999)
+    again = run_again(tmp_path / "passed", capsys, *flags, "--max-samples", 999, "--eval-samples", 4)
+    assert "is finished" in again and "note    tested as it was then" in again
+    (only(tmp_path / "passed") / "ckpt.pt").unlink()
+    assert "no such checkpoint" in refused(capsys, *TINY, *flags, "--out", tmp_path / "passed")
     with monkeypatch.context() as patch:
         at_call(patch, 7, interrupt)
         assert go(tmp_path / "stopped") == 130
@@ -1920,6 +1924,15 @@ def test_what_was_trained_by_other_code_is_never_mixed_with_it(tmp_path, monkeyp
     assert "note    models.py has changed" in capsys.readouterr().out
     monkeypatch.setattr(models, "MLP", lambda cfg: torch.nn.Linear(cfg.d_model, cfg.d_model))
     assert "do not fit" in refused(capsys, "--eval", only(tmp_path / "done"))
+
+
+def test_a_new_setting_makes_no_other_run(tmp_path, monkeypatch, capsys):
+    assert go(tmp_path) == 0
+    kinds = [(f.name, f.type, f.default) for f in fields(Config)] + [("temperature", float, 1.0)]
+    monkeypatch.setattr(train, "Config", dataclasses.make_dataclass("Config", kinds))
+    monkeypatch.setitem(train.HELP, "temperature", "a fork's")
+    assert "is finished" in run_again(tmp_path, capsys)
+    assert "other settings" not in run_again(tmp_path / "other", capsys, "--temperature", 2)
 
 
 def test_a_run_depends_on_its_code_and_on_its_file_of_traces(tmp_path, monkeypatch):
@@ -2016,7 +2029,7 @@ def test_runs_have_folders_of_their_own():
 
 
 def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
-    flags = ["--seed", "0,1", "--model", "deltanet,gru"]
+    flags = ["--seed", "0,1,0", "--model", "deltanet,gru"]
     with monkeypatch.context() as patch:
         at_call(patch, 12 + 12 + 7, interrupt)                            # in the third of four runs
         assert go(tmp_path, *flags) == 130
@@ -2028,7 +2041,7 @@ def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypa
     assert {(row["model"], row["seed"]) for row in done} == {*itertools.product(("deltanet", "gru"), (0, 1))}
     *_, hint = capsys.readouterr().out.splitlines()
     command, *folders = hint.removeprefix("next    python plot.py ").split()
-    assert command == "curve" and {*map(Path, folders)} == {*tmp_path.iterdir()}
+    assert command == "curve" and sorted(map(Path, folders)) == sorted(tmp_path.iterdir())
 
 
 def test_a_short_run_has_a_shorter_fall_and_says_so_and_no_warning(tmp_path, capsys):
@@ -2058,6 +2071,8 @@ def test_the_bar_shows_the_stage_and_what_it_needs_and_no_end_that_nobody_knows(
     needs = "needs 90% or 800 traces"
     assert bars == [*[(one + needs, None)] * 10, *[(two + needs, None)] * 10,
                     *[(two + "learning rate falls", 160 + 32)] * 4]
+    assert go(tmp_path, "--task", "pfsa", "--curriculum", "4x2") == 0
+    assert bars[-9][0].endswith("needs 90% or 3,000 traces")
 
 
 def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
@@ -2146,6 +2161,8 @@ BAD = {
     "--task rpl": "choose from repl",
     "--modle deltanet": "--modle: no such setting. Is it --model?",
     "--lr 0.1": "Is it --learning-rate?",
+    "--seed 0 1": "1: no such setting. Write --setting value.",
+    "--advance 90": "at most 1",
     "--n_layers=2": "Is it --n-layer?",
     "--batch 4": "Is it --batch-size?",
     "--curriculum 4,8": "write LENGTHxSPACING",                          # no grid of two
@@ -2213,12 +2230,26 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, monkeypatch, capsy
 
 
 def test_a_fault_in_a_fork_shows_where_it_is(tmp_path, monkeypatch):
+    """And not exit code 2 and one line: in a mixer, in its scan, and in a task."""
     class Forgetful(models.NoMixer):
         def forward(self, x, state=None):
             return x
+
+    class Wide(models.LinearAttention):
+        def scan(self, x, q, k, v, S):
+            return decay_scan(q, k, v, torch.ones(1))
+
+    class Chance(Repl):
+        def program(self, rng, stage, memory):
+            yield from rng.sample(["a = 1"], 2)
     monkeypatch.setitem(models.MIXERS, "forgetful", Forgetful)
-    with pytest.raises(ValueError, match="to unpack"):                    # and not exit code 2 and one line
-        go(tmp_path, "--model", "forgetful")
+    monkeypatch.setitem(models.MIXERS, "wide", Wide)
+    monkeypatch.setitem(train.TASKS, "chance", Chance)
+    for flags, error, where in ((["--model", "forgetful", "--batch-size", 2], TypeError, "Forgetful.forward: return"),
+                                (["--model", "wide"], ValueError, "a is .1,., but"),
+                                (["--task", "chance"], ValueError, "larger than population")):
+        with pytest.raises(error, match=where):
+            go(tmp_path, *flags)
 
 
 def test_every_setting_has_its_reason(capsys):

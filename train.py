@@ -37,6 +37,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -127,6 +128,8 @@ def build(cfg, lexemes=None):
         raise ValueError(f"--model {cfg.model} alternates mixers: give --n-layer {len(cfg.model.split('+'))}")
     if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
         raise ValueError(f"--d-model {cfg.d_model}: give a multiple of 4 and of twice --n-head {cfg.n_head}")
+    if cfg.advance > 1:
+        raise ValueError(f"--advance {cfg.advance:g}: give a share of the answers, at most 1")
     if cfg.beta_max > 2:
         raise ValueError(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1]: states explode")
 
@@ -230,19 +233,20 @@ def digest(path):
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 
-# {file: hash} of the code as it was imported: an edit during a run does not change what runs.
-CODE = {name: digest(Path(__file__).with_name(name))
-        for name in ["data.py", "kernels.py", "models.py", "pfsa.py", "train.py"]}
+# The code as it was imported (an edit during a run does not change what runs): {file: hash}, and the commit of
+# git, with + if files have changed since; "" where there is none.
+HERE = Path(__file__).resolve().parent
+CODE = {name: digest(HERE / name) for name in ["data.py", "kernels.py", "models.py", "pfsa.py", "train.py"]}
+COMMIT = subprocess.run("git describe --always --exclude='*' --dirty=+", shell=True, cwd=HERE, capture_output=True,
+                        text=True).stdout.strip()
 
 
 def origin(cfg):
-    """What a run's numbers come from: {"commit": of git, with + if files have changed since, "" without git;
-    "files": {file: hash} of code and traces; "argv"; "torch", its version; "threads"}."""
-    git = "git describe --always --exclude='*' --dirty=+"
-    done = subprocess.run(git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    """What a run's numbers come from: {"commit", "files": {file: hash} of code and traces, "argv", "torch": its
+    version, "threads"}."""
     traces = {cfg.trace_file: digest(cfg.trace_file)} if cfg.trace_file else {}
-    return {"commit": done.stdout.strip(), "files": CODE | traces, "argv": sys.argv,
-            "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return {"commit": COMMIT, "files": CODE | traces, "argv": sys.argv, "torch": torch.__version__,
+            "threads": torch.get_num_threads()}
 
 
 def changed(then, now):
@@ -253,24 +257,27 @@ def changed(then, now):
 def resume(cfg, folder, files):
     """-> the checkpoint that a run goes on from, or None; its result if it is finished, or None. Raises
     ValueError if going on would mix settings or code."""
-    if not (folder / "ckpt.pt").exists():
-        return None, None
-    saved, result = read_checkpoint(folder / "ckpt.pt"), None
-    before, edited = saved["config"]["max_samples"], changed(saved["files"], files)
-    if asdict(cfg) != {**saved["config"], **{name: getattr(cfg, name) for name in ASIDE}}:
-        raise ValueError(f"{folder} holds a run with other settings: choose another --out")
+    result = None
     if (folder / "result.json").exists():
         result = json.loads((folder / "result.json").read_text())
-        if cfg.max_samples <= before or result["samples"] < before and cfg.cooldown <= before // 3:
-            return saved, result                          # more traces would change nothing
+    elif not (folder / "ckpt.pt").exists():
+        return None, None
+    saved = read_checkpoint(folder / "ckpt.pt")
+    before, edited = saved["config"]["max_samples"], changed(saved["files"], files)
+    if cfg != Config(**{**saved["config"], **{name: getattr(cfg, name) for name in ASIDE}}):
+        raise ValueError(f"{folder} holds a run with other settings: choose another --out")
+    if result:
+        same_end = not result["cut_short"] and cfg.cooldown <= before // 3
+        if cfg.max_samples <= before or same_end:         # more traces would change nothing
+            return saved, result
     if edited:
         raise ValueError(f"{edited} has changed since {folder} was begun: undo that, or choose another --out")
     if cfg.max_samples < before:
         raise ValueError(f"{folder} was begun with --max-samples {before}: give that, or more")
-    if result:                                            # what is finished is kept, under another name
+    if result:                                            # keep what is finished
+        shutil.copy(folder / "ckpt.pt", folder / f"{before}-ckpt.pt")
         os.replace(folder / "result.json", folder / f"{before}-result.json")
     if cfg.max_samples > before and saved["at"]["falling"]:
-        os.replace(folder / "ckpt.pt", folder / f"{before}-ckpt.pt")
         os.replace(folder / "fall.pt", folder / "ckpt.pt")
         saved = read_checkpoint(folder / "ckpt.pt")
     return saved, None
@@ -288,6 +295,8 @@ def run(cfg):
         edited = changed(saved["files"], source["files"])
         if edited:
             print(f"note    {edited} has changed since: these are the old numbers")
+        if (cfg.eval_at, cfg.eval_samples) != (result["config"]["eval_at"], result["config"]["eval_samples"]):
+            print(f"note    tested as it was then; for other stages: train.py --eval {folder} --eval-at ...")
         return 0
     task, stages, tests, model = build(cfg, saved["lexemes"] if saved else None)
     optimizers = make_optimizers(model)
@@ -392,16 +401,16 @@ def run(cfg):
 
     print(f"trained {at.samples:,} traces, {at.step:,} steps, {at.seconds:.1f} s")
     reached = stages[min(len(at.passed), len(stages) - 1)]
-    if at.samples >= cfg.max_samples:
+    cut_short = end() >= cfg.max_samples
+    if cut_short:
         print(f"ended   by --max-samples, in stage {reached}; with a larger one, the same command goes on")
     rows = []
     for stage in tests:
         rows.append(evaluate(model, task, stage, cfg))
         show(rows[-1])
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
-              "trained": str(stages[-1]), "reached": str(reached), "samples": at.samples,
-              "steps": at.step, "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out,
-              "eval": rows, **source, "config": asdict(cfg)}
+              "trained": str(stages[-1]), "reached": str(reached), "cut_short": cut_short,
+              "samples": at.samples, "steps": at.step, "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out, "eval": rows, **source, "config": asdict(cfg)}
     (folder / "result.tmp").write_text(json.dumps(result) + "\n")
     os.replace(folder / "result.tmp", folder / "result.json")
     return 0
@@ -550,7 +559,8 @@ def main(argv=None):
     words = [re.sub(r"^--[\w-]+", lambda flag: flag[0].replace("_", "-"), word) for word in words]     # --n_layer
     given, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.error(f"{unknown[0]}: no such setting. Is it {nearest(unknown[0], flags)}? --help lists all")
+        meant = f"Is it {nearest(unknown[0], flags)}?" if unknown[0][0] == "-" else "Write --setting value."
+        parser.error(f"{unknown[0]}: no such setting. {meant} --help lists all")
     given = vars(given)
     to_eval, to_play = given.pop("eval", None), given.pop("play", None)
     grid = list(dict.fromkeys(itertools.product(*given.values())))          # each cell once
@@ -584,8 +594,8 @@ def main(argv=None):
         parser.error(f"{folders[-1]} is in use by another process: wait for it, or choose another --out")
     except (ValueError, OSError) as error:
         *_, last = traceback.extract_tb(error.__traceback__)
-        ours = last.line.startswith("raise") and Path(last.filename).resolve().parent == Path(__file__).parent
-        if isinstance(error, ValueError) and not ours:
+        ours = Path(last.filename).resolve() in [HERE / name for name in ("data.py", "pfsa.py", "train.py")]
+        if isinstance(error, ValueError) and not (ours and last.line.startswith("raise")):
             raise                                         # a fault in the code, perhaps of a fork: show where
         parser.error(str(error))
     except KeyboardInterrupt:
