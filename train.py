@@ -123,7 +123,7 @@ def build(cfg, lexemes=None):
     tests = task.beyond(stages[-1]) if cfg.eval_at == "auto" else parse_stages(cfg.eval_at)
     for stage in stages + tests:
         task.check(stage)
-        task.batch(cfg.seed, "test", stage, 0, 8)         # raises ValueError if there are no such traces
+        task.batch(cfg.seed, "test", stage, 0, 2)         # raises ValueError if there are no such traces
     if cfg.n_layer < len(cfg.model.split("+")):
         raise ValueError(f"--model {cfg.model} alternates mixers: give --n-layer {len(cfg.model.split('+'))}")
     if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
@@ -176,8 +176,8 @@ def losses(task, model, batch):
 
 @torch.no_grad()
 def evaluate(model, task, stage, cfg):
-    """-> {"stage", "chance", "accuracy", "final": of a trace's last answer, "by_answer"} on cfg.eval_samples
-    held-out traces. For hidden branches also, in nats per answer: "kl", from the exact predictive to the model's,
+    """-> {"stage", "accuracy", "final": of a trace's last answer, "by_answer"} on cfg.eval_samples held-out
+    traces. For hidden branches also, in nats per answer: "kl", from the exact predictive to the model's,
     "final_kl", "loss", and "floor", the loss of the exact predictive, the least that any model can have."""
     rows, nats = [], []
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
@@ -198,8 +198,8 @@ def evaluate(model, task, stage, cfg):
         rows.append(answers(task, batch, right).cpu())
         nats.append(scores[batch.asked.cpu()])
     by_answer = torch.cat(rows).double().mean(0)
-    row = {"stage": str(stage), "chance": task.chance(stage), "accuracy": by_answer.mean().item(),
-           "final": by_answer[-1].item(), "by_answer": by_answer.tolist()}
+    row = {"stage": str(stage), "accuracy": by_answer.mean().item(), "final": by_answer[-1].item(),
+           "by_answer": by_answer.tolist()}
     if batch.predictive is not None:
         kl, loss, floor = torch.cat(nats).view(cfg.eval_samples, -1, 3).unbind(-1)      # (traces, answers)
         row |= {"kl": kl.mean().item(), "final_kl": kl[:, -1].mean().item(), "loss": loss.mean().item(),
@@ -208,7 +208,7 @@ def evaluate(model, task, stage, cfg):
 
 
 def show(row):
-    """Print one line about a row of `evaluate`."""
+    """Print one line about a row of `evaluate`, to which "chance" was added."""
     if "kl" in row:
         print(f"eval    {row['stage']}: KL {row['kl']:.4f} nats per answer (0 is perfect), the last "
               f"{row['final_kl']:.4f}; loss {row['loss']:.3f}, of exact beliefs {row['floor']:.3f}")
@@ -406,7 +406,7 @@ def run(cfg):
         print(f"ended   by --max-samples, in stage {reached}; with a larger one, the same command goes on")
     rows = []
     for stage in tests:
-        rows.append(evaluate(model, task, stage, cfg))
+        rows.append({**evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
         show(rows[-1])
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": str(stages[-1]), "reached": str(reached), "cut_short": cut_short,
@@ -581,7 +581,7 @@ def main(argv=None):
             elif to_eval:
                 cfg, task, tests, model = load(to_eval, **settings)
                 for stage in tests:
-                    show(evaluate(model, task, stage, cfg))
+                    show({**evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
             else:
                 cfg = Config(**settings)
                 folders.append(folder_of(cfg))
