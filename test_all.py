@@ -1767,9 +1767,10 @@ def refused(capsys, *args):
 def test_a_tiny_model_learns_three_variables(tmp_path):
     """The whole chain, from a command to result.json: 95 % at twice the trained length; chance is 33 %."""
     done = command(HERE / "train.py", *TINY, "--curriculum", "2x1:2 4x1 8x2", "--eval-at", "8x2 16x4",
-                   "--max-samples", 12000, "--cooldown", 960, "--eval-samples", 64, "--eval-every", 300,
+                   "--max-samples", 12000, "--cooldown", 640, "--eval-samples", 64, "--eval-every", 300,
                    "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    noise = [line for line in done.stderr.splitlines() if "torch/utils" not in line]      # torch 2.9 may warn
+    assert done.returncode == 0 and not noise, done.stderr
     result = result_of(only(tmp_path))
     assert list(result) == ("model task seed params chance trained reached cut_short samples steps seconds passed held_out "
                             "eval commit files argv torch threads config").split()
@@ -2199,15 +2200,6 @@ def test_bad_input_is_answered_in_one_line(line, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("a file, in the way of a folder")
     assert BAD[line] in refused(capsys, *line.split())
     assert not [*tmp_path.rglob("ckpt.*")]
-
-
-@pytest.mark.parametrize("line", ["train.py --modle deltanet"])
-def test_the_shell_sees_one_line_and_exit_code_2(line, tmp_path):
-    name, *args = line.split()
-    done = command(HERE / name, *args, cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout
-    ours = [line for line in done.stderr.splitlines() if "torch/utils" not in line]    # torch 2.9 may warn, too
-    assert len(ours) == 1 and ours[0].startswith(f"{name}: error: ")
 
 
 def test_broken_and_foreign_checkpoints_are_refused(tmp_path, monkeypatch, capsys):
