@@ -1767,7 +1767,7 @@ def refused(capsys, *args):
 def test_a_tiny_model_learns_three_variables(tmp_path):
     """The whole chain, from a command to result.json: 95 % at twice the trained length; chance is 33 %."""
     done = command(HERE / "train.py", *TINY, "--curriculum", "2x1:2 4x1 8x2", "--eval-at", "8x2 16x4",
-                   "--max-samples", 12000, "--cooldown", 640, "--eval-samples", 64, "--eval-every", 300,
+                   "--max-samples", 12000, "--cooldown", 960, "--eval-samples", 64, "--eval-every", 300,
                    "--out", tmp_path)
     noise = [line for line in done.stderr.splitlines() if "torch/utils" not in line]      # torch 2.9 may warn
     assert done.returncode == 0 and not noise, done.stderr
