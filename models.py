@@ -359,7 +359,7 @@ class Block(nn.Module):
         conv_state, mixer_state = state or (None, None)
         y, conv_state = self.conv(self.norm1(x), conv_state)
         found = self.mixer(y, mixer_state)
-        if not isinstance(found, tuple) or found[0].shape != x.shape:
+        if not isinstance(found, (tuple, list)) or found[0].shape != x.shape:
             raise TypeError(f"{type(self.mixer).__name__}.forward: return (y, state), y of the shape of x")
         y, mixer_state = found
         x = x + y

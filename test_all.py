@@ -1919,8 +1919,8 @@ def test_what_was_trained_by_other_code_is_never_mixed_with_it(tmp_path, monkeyp
     monkeypatch.setitem(train.CODE, "models.py", "edited")
     again = run_again(tmp_path / "done", capsys)
     assert "is finished" in again and "note    models.py has changed since: these are the old numbers" in again
-    assert "error: models.py has changed" in refused(capsys, *TINY, "--out", tmp_path / "stopped")
-    assert "models.py has changed" in refused(capsys, *TINY, "--max-samples", 200, "--out", tmp_path / "done")
+    assert "begun: models.py. Undo" in refused(capsys, *TINY, "--out", tmp_path / "stopped")
+    assert "begun: models.py. Undo" in refused(capsys, *TINY, "--max-samples", 200, "--out", tmp_path / "done")
     assert train.main(["--eval", str(only(tmp_path / "done"))]) == 0
     assert "note    models.py has changed" in capsys.readouterr().out
     monkeypatch.setattr(models, "MLP", lambda cfg: torch.nn.Linear(cfg.d_model, cfg.d_model))
@@ -2055,7 +2055,7 @@ def test_a_short_run_has_a_shorter_fall_and_says_so_and_no_warning(tmp_path, cap
             out = run_again(tmp_path, capsys, *flags, *more)
             torch.set_warn_always(False)
         assert "falls over the last 32 traces, a third of --max-samples" in out
-        assert "ended   by --max-samples, in stage 4" in out
+        assert "short   because of --max-samples, in stage 4" in out
     assert "the last 16 traces\n" in run_again(tmp_path, capsys, "--cooldown", 16)
 
 
@@ -2162,7 +2162,7 @@ BAD = {
     "--task rpl": "choose from repl",
     "--modle deltanet": "--modle: no such setting. Is it --model?",
     "--lr 0.1": "Is it --learning-rate?",
-    "--seed 0 1": "1: no such setting. Write --setting value.",
+    "--seed 0 1": "1: no such setting. --help lists all",
     "--advance 90": "at most 1",
     "--n_layers=2": "Is it --n-layer?",
     "--batch 4": "Is it --batch-size?",

@@ -20,7 +20,7 @@ most a third of --max-samples). The fall starts when the last stage is passed, o
 --max-samples.
 
 A run leaves a folder with ckpt.pt and result.json. If it is stopped, the same command goes on from its last
-checkpoint. If it ended at --max-samples, a larger one goes on from fall.pt, saved before the fall. A batch
+checkpoint. If --max-samples cut it short, with a larger one it goes on from fall.pt, saved before the fall. A batch
 depends only on the seed, the stage and its number, so either way the numbers are those of a run that was never
 stopped. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step Execution".
 
@@ -267,11 +267,10 @@ def resume(cfg, folder, files):
     if cfg != Config(**{**saved["config"], **{name: getattr(cfg, name) for name in ASIDE}}):
         raise ValueError(f"{folder} holds a run with other settings: choose another --out")
     if result:
-        same_end = not result["cut_short"] and cfg.cooldown <= before // 3
-        if cfg.max_samples <= before or same_end:         # more traces would change nothing
+        if cfg.max_samples <= before or not result["cut_short"]:          # more traces would change nothing
             return saved, result
     if edited:
-        raise ValueError(f"{edited} has changed since {folder} was begun: undo that, or choose another --out")
+        raise ValueError(f"changed since {folder} was begun: {edited}. Undo that, remove it, or choose another --out")
     if cfg.max_samples < before:
         raise ValueError(f"{folder} was begun with --max-samples {before}: give that, or more")
     if result:                                            # keep what is finished
@@ -279,6 +278,7 @@ def resume(cfg, folder, files):
         os.replace(folder / "result.json", folder / f"{before}-result.json")
     if cfg.max_samples > before and saved["at"]["falling"]:
         os.replace(folder / "fall.pt", folder / "ckpt.pt")
+        print(f"{folder} goes on where its learning rate began to fall; files of the shorter run: {before}-*")
         saved = read_checkpoint(folder / "ckpt.pt")
     return saved, None
 
@@ -401,16 +401,17 @@ def run(cfg):
 
     print(f"trained {at.samples:,} traces, {at.step:,} steps, {at.seconds:.1f} s")
     reached = stages[min(len(at.passed), len(stages) - 1)]
-    cut_short = end() >= cfg.max_samples
+    cut_short = end() >= cfg.max_samples or cooldown < cfg.cooldown
     if cut_short:
-        print(f"ended   by --max-samples, in stage {reached}; with a larger one, the same command goes on")
+        print(f"short   because of --max-samples, in stage {reached}; with a larger one, the same command goes on")
     rows = []
     for stage in tests:
         rows.append({**evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
         show(rows[-1])
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": str(stages[-1]), "reached": str(reached), "cut_short": cut_short,
-              "samples": at.samples, "steps": at.step, "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out, "eval": rows, **source, "config": asdict(cfg)}
+              "samples": at.samples, "steps": at.step, "seconds": at.seconds, "passed": at.passed,
+              "held_out": at.held_out, "eval": rows, **source, "config": asdict(cfg)}
     (folder / "result.tmp").write_text(json.dumps(result) + "\n")
     os.replace(folder / "result.tmp", folder / "result.json")
     return 0
@@ -539,9 +540,10 @@ def values(f, text):
 
 
 def nearest(flag, flags):
-    """The flag that a wrong one stands for: one with its initials (--lr), or the most similar."""
+    """The flag that a wrong one stands for: one with its initials (--lr), or the most similar, or ""."""
     short = [other for other in flags if re.sub(r"(\w)\w*-?", r"\1", other) == flag]
-    return (short or difflib.get_close_matches(flag, flags, 1, 0))[0]
+    similar = difflib.get_close_matches(flag, flags, 1)
+    return "".join(short[:1] or similar)
 
 
 def main(argv=None):
@@ -559,8 +561,9 @@ def main(argv=None):
     words = [re.sub(r"^--[\w-]+", lambda flag: flag[0].replace("_", "-"), word) for word in words]     # --n_layer
     given, unknown = parser.parse_known_args(words)
     if unknown:
-        meant = f"Is it {nearest(unknown[0], flags)}?" if unknown[0][0] == "-" else "Write --setting value."
-        parser.error(f"{unknown[0]}: no such setting. {meant} --help lists all")
+        meant = nearest(unknown[0], flags)
+        meant = f"Is it {meant}? " if meant else ""
+        parser.error(f"{unknown[0]}: no such setting. {meant}--help lists all")
     given = vars(given)
     to_eval, to_play = given.pop("eval", None), given.pop("play", None)
     grid = list(dict.fromkeys(itertools.product(*given.values())))          # each cell once
