@@ -20,9 +20,9 @@ most a third of --max-samples). The fall starts when the last stage is passed, o
 --max-samples.
 
 A run leaves a folder with ckpt.pt and result.json. If it is stopped, the same command goes on from its last
-checkpoint. If --max-samples cut it short, with a larger one it goes on from fall.pt, saved before the fall. A batch
-depends only on the seed, the stage and its number, so either way the numbers are those of a run that was never
-stopped. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step Execution".
+checkpoint. If --max-samples cut it short, with a larger one it goes on from fall.pt, saved before the fall. A
+batch depends only on the seed, the stage and its number, so either way the numbers are those of a run that was
+never stopped. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step Execution".
 
 Read `run` first, then `losses` and `evaluate`.
 """
@@ -270,7 +270,8 @@ def resume(cfg, folder, files):
         if cfg.max_samples <= before or not result["cut_short"]:          # more traces would change nothing
             return saved, result
     if edited:
-        raise ValueError(f"changed since {folder} was begun: {edited}. Undo that, remove it, or choose another --out")
+        raise ValueError(f"changed since {folder} was begun: {edited}. Undo that, remove the folder, or choose "
+                         "another --out")
     if cfg.max_samples < before:
         raise ValueError(f"{folder} was begun with --max-samples {before}: give that, or more")
     if result:                                            # keep what is finished
@@ -403,7 +404,8 @@ def run(cfg):
     reached = stages[min(len(at.passed), len(stages) - 1)]
     cut_short = end() >= cfg.max_samples or cooldown < cfg.cooldown
     if cut_short:
-        print(f"short   because of --max-samples, in stage {reached}; with a larger one, the same command goes on")
+        print(f"short   because of --max-samples, in stage {reached}; with a larger one, the same command "
+              "goes on")
     rows = []
     for stage in tests:
         rows.append({**evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
