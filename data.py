@@ -55,6 +55,10 @@ import numpy as np
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+class BadInput(ValueError):
+    """What somebody gave does not fit; its text says what to do. Other ValueErrors are faults in the code."""
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Tokenizer: the 256 bytes, and pieces of Python that would otherwise cost several tokens
 
@@ -151,10 +155,10 @@ def parse_stages(text):
     for word in text.split() or [text]:
         match = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?(?::(\w+))?", word)
         if not match:
-            raise ValueError(f"'{word}' is no stage: write LENGTHxSPACING, as in \"8x1 16x2 64x8\"")
+            raise BadInput(f"'{word}' is no stage: write LENGTHxSPACING, as in \"8x1 16x2 64x8\"")
         stages.append(Stage(int(match[1]), int(match[2] or 1), match[3] or ""))
         if not 1 <= stages[-1].spacing <= stages[-1].length:
-            raise ValueError(f"stage {word}: give a length of at least 1, and a spacing of 1 to the length")
+            raise BadInput(f"stage {word}: give a length of at least 1, and a spacing of 1 to the length")
     return stages
 
 
@@ -210,10 +214,9 @@ class Task:
 
     def __init__(self, states="auto", tokenizer=None):
         self.states = ("linear" if self.n_slots else "none") if states == "auto" else states
-        self.classes = {*range(-1, self.n_classes)}
         self.tokenizer = tokenizer or Tokenizer()
         if self.states == "linear" and not self.n_slots:
-            raise ValueError("--states linear: this task has no slots; give transformer or contrastive")
+            raise BadInput("--states linear: this task has no slots; give transformer or contrastive")
 
     def program(self, rng, stage, memory):
         """Yield source lines. rng: a random.Random; memory: what it holds now. You write this method."""
@@ -225,9 +228,9 @@ class Task:
         """Raise ValueError for a bad stage. Here: LxS; L or L:M if `whole`, for programs of M to L lines."""
         L, S, M = stage
         if self.whole and S != 1:
-            raise ValueError(f"stage {stage}: a program asks once, at its end, so write {L}")
+            raise BadInput(f"stage {stage}: a program asks once, at its end, so write {L}")
         if M and not (M.isdigit() and 1 <= int(M) <= L):
-            raise ValueError(f"stage {stage}: write {L}:M for programs of M to {L} lines")
+            raise BadInput(f"stage {stage}: write {L}:M for programs of M to {L} lines")
 
     def beyond(self, last):
         """The stages to evaluate after training: LxS, and twice as long."""
@@ -237,7 +240,7 @@ class Task:
         """Accuracy of always guessing the most frequent answer, counted over training programs."""
         rng = random.Random(0)
         traces = [self.draw(rng, stage, "train") for _ in range(programs)]
-        self.count_answers(traces)
+        self.check_answers(traces)
         answers = Counter(line.answer for lines in traces for line in lines if line.answer)
         return answers.most_common(1)[0][1] / answers.total()
 
@@ -251,11 +254,11 @@ class Task:
             return None if self.states == "none" else self.text(memory)
         try:
             found = self.slots(memory)
-            if self.classes.issuperset(found) and len(found) == self.n_slots:
+            if {*found} <= {*range(-1, self.n_classes)} and len(found) == self.n_slots:
                 return found
         except (LookupError, TypeError, ValueError) as error:             # such as a KeyError
             found = repr(error)
-        raise ValueError(f"{type(self).__name__}.slots: {found} after the line {source!r}: give n_slots = "
+        raise BadInput(f"{type(self).__name__}.slots: {found} after the line {source!r}: give n_slots = "
                          f"{self.n_slots} numbers below n_classes = {self.n_classes}, -1 where not set yet")
 
     def draw(self, rng, stage, split):
@@ -266,7 +269,7 @@ class Task:
             program = "\n".join(line.source for line in lines)
             if is_test(program) == (split == "test"):
                 return lines
-        raise ValueError(f"stage {stage} has too few programs: none of 1,000 is for {split}; make it longer")
+        raise BadInput(f"stage {stage} has too few programs: none of 1,000 is for {split}; make it longer")
 
     def batch(self, seed, split, stage, t, size):
         """Batch number t of a stage: `size` traces of a split. The same arguments give the same batch."""
@@ -286,22 +289,22 @@ class Task:
                 end = f"{line.answer}\n"
             line_tokens, line_marks = encode_line(self.tokenizer, text, end, mark)
             if not self.whole and line_marks.count(ASKED) > 1:
-                raise ValueError(f"the answer {end} has several tokens: set whole = True, ask once")
+                raise BadInput(f"the answer {end} has several tokens: set whole = True, ask once")
             tokens += line_tokens
             marks += line_marks
             ends.append(len(tokens) - 1)
         return tokens, marks, ends
 
-    def count_answers(self, traces):
+    def check_answers(self, traces):
         """Raise ValueError unless these traces of a stage have equally many answers, at least one."""
-        counts = sorted({len(lines) - [line.answer for line in lines].count("") for lines in traces})
+        counts = sorted({sum(line.answer != "" for line in lines) for lines in traces})
         if len(counts) > 1 or counts[0] == 0 or self.whole and counts[0] > 1:
-            raise ValueError(f"{type(self).__name__}.program: traces of a stage have {counts} answers: "
+            raise BadInput(f"{type(self).__name__}.program: traces of a stage have {counts} answers: "
                              "print (or assert with ==) equally often in each, at least once (`whole`: once)")
 
     def to_batch(self, traces):
         """Lists of Lines -> Batch."""
-        self.count_answers(traces)
+        self.check_answers(traces)
         tokens, marks, ends = zip(*map(self.encode, traces))
         tokens, marks = pad(tokens), np.roll(pad(marks), -1, 1)         # a mark describes the target
         target = np.roll(tokens, -1, 1)
@@ -319,9 +322,12 @@ class Task:
 
     def state_tokens(self, traces):
         """-> (B, lines, W) int64: the state's text, and a newline, after each line of each trace."""
-        longest, blank = max(map(len, traces)), Line("", "", "")
-        states = [line.state for lines in traces for line in lines + [blank] * (longest - len(lines))]
-        rows = [encode_line(self.tokenizer, f"{state}\n" if state else "", "", 0)[0] for state in states]
+        longest = max(map(len, traces))
+        rows = []
+        for lines in traces:
+            texts = [f"{line.state}\n" if line.state else "" for line in lines]
+            texts += [""] * (longest - len(lines))
+            rows += [encode_line(self.tokenizer, text, "", 0)[0] for text in texts]
         return pad(rows).reshape(len(traces), longest, -1)
 
 
@@ -348,7 +354,7 @@ class Repl(Task):
 
     def __init__(self, n_vars=5, moves="perm", **others):
         if not 2 <= n_vars <= 9:
-            raise ValueError(f"--n-vars {n_vars}: choose 2 to 9, as every value must be a single digit")
+            raise BadInput(f"--n-vars {n_vars}: choose 2 to 9, as every value must be a single digit")
         self.n_vars, self.moves, self.names = n_vars, moves, LETTERS[:n_vars]
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
@@ -387,13 +393,16 @@ class Repl(Task):
     def check(self, stage):
         kinds = [""] if self.moves == "swap" else ["", *map(str, range(2, self.n_vars + 1))]
         if stage.kind not in kinds:
-            raise ValueError(f"stage {stage}: write LxS; with --moves perm, LxS:2 to LxS:{self.n_vars}, too")
+            raise BadInput(f"stage {stage}: write LxS; with --moves perm, LxS:2 to LxS:{self.n_vars}, too")
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""
-        stages = [Stage(last.length * longer, last.spacing * sparser, last.kind)
-                  for longer, sparser in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))]
-        return [stage for stage in stages if stage.spacing <= stage.length]
+        stages = []
+        for longer, sparser in (1, 1), (2, 1), (1, 2), (2, 2), (4, 4):
+            length, spacing = last.length * longer, last.spacing * sparser
+            if spacing <= length:
+                stages.append(Stage(length, spacing, last.kind))
+        return stages
 
     def line(self, typed):
         """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b = b, a` or, among
@@ -403,7 +412,8 @@ class Repl(Task):
             if typed in (f"print({name})", f"print('{name}',{name})", f'print("{name}",{name})'):
                 return f"print('{name}', {name})"
         left, right = (side.split(",") for side in typed.partition("=")[::2])
-        takes, used = dict(zip(left, right)), {*re.findall(r"\w+", typed.removeprefix("print("))}
+        takes = dict(zip(left, right))
+        used = {*re.findall(r"\w+", typed.removeprefix("print("))}
         moved = sorted(name for name in takes if takes[name] != name)
         if re.match(r"[^(]+=.*\b\d", typed):
             why = "values are given only at the start"
@@ -422,7 +432,7 @@ class Repl(Task):
         else:
             names = moved if self.moves == "swap" else self.names
             return f"{', '.join(names)} = {', '.join(takes.get(name, name) for name in names)}"
-        raise ValueError(f"{why}: type a line like {self.swaps[0]} or print('a', a)")
+        raise BadInput(f"{why}: type a line like {self.swaps[0]} or print('a', a)")
 
 
 class Inverse(Repl):
@@ -472,7 +482,7 @@ class ListPerm(Task):
 
     def __init__(self, n_vars=4, **others):
         if not 2 <= n_vars <= 9:
-            raise ValueError(f"--n-vars {n_vars}: choose a list of 2 to 9 elements")
+            raise BadInput(f"--n-vars {n_vars}: choose a list of 2 to 9 elements")
         self.n_slots = self.n_classes = self.n_vars = n_vars
         super().__init__(**others)
 
@@ -502,7 +512,7 @@ class Arith(Task):
 
     def __init__(self, digits=2, **others):
         if not 1 <= digits <= 6:
-            raise ValueError(f"--digits {digits}: choose 1 to 6")
+            raise BadInput(f"--digits {digits}: choose 1 to 6")
         self.low, self.high = (10 ** (digits - 1) if digits > 1 else 0), 10 ** digits - 1
         super().__init__(**others)
 
@@ -531,7 +541,7 @@ class Arith(Task):
     def check(self, stage):
         super().check(stage)
         if stage.length > 12:
-            raise ValueError(f"stage {stage}: at most 12 lines, as there are 26 names and each may need two")
+            raise BadInput(f"stage {stage}: at most 12 lines, as there are 26 names and each may need two")
 
     def beyond(self, last):
         return [Stage(length) for length in (last.length, 2 * last.length) if length <= 12]
@@ -610,7 +620,7 @@ class Group(Task):
             word = rng.choices(letters, k=stage.length)
             if is_test(str(word)) == (split == "test"):
                 return word
-        raise ValueError(f"stage {stage} has too few words, none of 1,000 is for {split}: make it longer")
+        raise BadInput(f"stage {stage} has too few words, none of 1,000 is for {split}: make it longer")
 
     def products(self, word):
         return list(accumulate(word, lambda x, y: self.mul[x][y]))
@@ -624,7 +634,7 @@ class Group(Task):
     def batch(self, seed, split, stage, t, size):
         rng = random.Random(f"{seed} {split} {stage} {t}")
         if self.states not in ("none", "linear"):
-            raise ValueError(f"--states {self.states}: tokens of a group are no text; give linear or none")
+            raise BadInput(f"--states {self.states}: tokens of a group are no text; give linear or none")
         words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
         tokens = np.insert(257 + np.array(words), 0, 256, axis=1)                 # (words, 1 + L)
         product = np.insert(list(map(self.products, words)), 0, -1, axis=1)       # -1 at the start token
@@ -634,9 +644,9 @@ class Group(Task):
 
     def check(self, stage):
         if stage.spacing != 1:
-            raise ValueError(f"stage {stage}: every element of a word is asked, so write {stage.length}")
+            raise BadInput(f"stage {stage}: every element of a word is asked, so write {stage.length}")
         if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
-            raise ValueError(f"stage {stage}: write {stage.length}:M for elements that move up to M points, "
+            raise BadInput(f"stage {stage}: write {stage.length}:M for elements that move up to M points, "
                              "of which there must be two or more")
 
     def beyond(self, last):
@@ -977,7 +987,7 @@ def write_traces(path, out, seconds=3):
         raise OSError(f"not even f(x) = x has a trace here: {honest['reason']}")
     for name in out, rejected:
         if os.path.exists(name):
-            raise ValueError(f"{name} exists: choose another --out")
+            raise BadInput(f"{name} exists: choose another --out")
     with open(path, "rb") as file, open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
         try:
             for number, line in enumerate(file, 1):
@@ -1002,7 +1012,7 @@ def read_traces(path):
         rows = [json.loads(line) for line in file]
         if rows and all(needed <= set(row) for row in rows):
             return rows
-    raise ValueError(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
+    raise BadInput(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1051,7 +1061,7 @@ def questions(path):
     """What is asked about a file of traces: {id: (row, kind)}. Raises ValueError for a bad file."""
     rows = read_traces(path)
     if len({str(row["id"]) for row in rows}) < len(rows):
-        raise ValueError(f"{path}: two rows have the same id")
+        raise BadInput(f"{path}: two rows have the same id")
     return {f"{row['id']}/{kind}": (row, kind) for row in rows for kind in EXAMPLES
             if kind.startswith("output") or not row["call"].endswith("()")}
 
@@ -1083,7 +1093,7 @@ def output_for(row, kind, answer):
     for node in ast.walk(call):
         word = getattr(node, "attr", getattr(node, "id", ""))
         if word in UNSAFE or word.startswith("__") or isinstance(node, ast.NamedExpr):
-            raise ValueError(f"{answer} could fake an output")
+            raise BadInput(f"{answer} could fake an output")
     value = ast.unparse(call).removeprefix(call.func.id)                  # in parentheses
     if kind == "input/program" and call.keywords:
         value = value[1:-1]                                               # f(1, b=2)
@@ -1129,7 +1139,7 @@ def score(path, completions):
                 row, kind = waiting.pop(said["id"])
                 completion = said["completion"] + ""
             except (KeyError, TypeError, ValueError):
-                raise ValueError(f"{completions}, line {number}: give a completion, and a prompt's id, once")
+                raise BadInput(f"{completions}, line {number}: give a completion, and a prompt's id, once")
             found[kind, judge(row, kind, completion)] += 1
     found.update((kind, "without an answer") for _, kind in waiting.values())
     for kind in EXAMPLES:
@@ -1197,7 +1207,7 @@ class Trace(Task):
     def __init__(self, trace_file="", code="ints", **others):
         super().__init__(**others)
         if code not in HEADS:
-            raise ValueError(f"--code {code}: choose one of {', '.join(HEADS)}")
+            raise BadInput(f"--code {code}: choose one of {', '.join(HEADS)}")
         self.trace_file, self.code = trace_file, code
         self.rows = read_traces(trace_file) if trace_file else []
 
@@ -1229,7 +1239,7 @@ class Trace(Task):
             tried = islice(random_rows(rng, self.code, stage.length), 10_000)
             row = next((row for row in tried if self.fits(row, stage, split)), None)
         if not row:
-            raise ValueError(f"stage {stage}: there are no such traces in the {split} split")
+            raise BadInput(f"stage {stage}: there are no such traces in the {split} split")
         around, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
@@ -1251,7 +1261,7 @@ def samples(args):
     """Print samples of a task: traces with answers in [brackets], and the state beside each line."""
     kind, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
     if others:
-        raise ValueError(f"--stage {args.stage}: give one stage")
+        raise BadInput(f"--stage {args.stage}: give one stage")
     settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name, None) is not None}
     task = kind(states="transformer", **settings)
     task.check(stage)
@@ -1289,7 +1299,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         if args.samples < 1:
-            raise ValueError("--samples: give a number above 0")
+            raise BadInput("--samples: give a number above 0")
         if not (args.file or args.out) and args.task in TASKS:
             samples(args)
         elif args.task == "trace" and args.file and args.out and args.allow_exec:
@@ -1299,7 +1309,7 @@ def main(argv=None):
         elif args.task == "score" and args.file and args.completions and args.allow_exec:
             score(args.file, args.completions)
         else:
-            raise ValueError("write trace --file --out --allow-exec, or prompts --file --out, or "
+            raise BadInput("write trace --file --out --allow-exec, or prompts --file --out, or "
                              "score --file --completions --allow-exec")
     except BrokenPipeError:                                 # as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

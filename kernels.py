@@ -595,8 +595,10 @@ def check(q, k, v, state, g=None, **rates):
         raise ValueError(f"k is {tuple(k.shape)}, but it must be (B, T, H, K)")
     (B, T, H, K), V = k.shape, v.shape[-1]
     channels = 1 if g is not None and g.shape[-1] == 1 else K
-    for name, x, shape in (("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("g", g, (B, T, H, channels)),
-                           ("state", state, (B, H, K, V)), *((r, rates[r], (B, T, H)) for r in rates)):
+    fitting = [("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("g", g, (B, T, H, channels)),
+               ("state", state, (B, H, K, V))]
+    fitting += [(name, x, (B, T, H)) for name, x in rates.items()]
+    for name, x, shape in fitting:
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} is {tuple(x.shape)}, but beside k {tuple(k.shape)} it must be {shape}")
         if x is not None and x.device != k.device:

@@ -76,12 +76,14 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width, channels))
 
     def forward(self, x, state=None):
-        width, T = len(self.weight), x.shape[1]
-        if not width:
+        if not len(self.weight):
             return x, ()
-        seen = F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state, x], 1)
+        B, T, channels = x.shape
+        if state is None:
+            state = x.new_zeros(B, len(self.weight) - 1, channels)
+        seen = torch.cat([state, x], 1)                                 # (B, width - 1 + T, channels)
         weight = self.weight.T[:, None].to(x.dtype)                     # (channels, 1, width)
-        y = F.conv1d(seen.mT, weight, groups=len(weight)).mT            # (B, T, channels)
+        y = F.conv1d(seen.mT, weight, groups=channels).mT               # (B, T, channels)
         return x + y, seen[:, T:]
 
 
@@ -107,7 +109,8 @@ class LinearAttention(nn.Module):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
         y = F.silu(self.qkv(x)).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
         q, k, v = y.split((1, self.steps, self.steps), 2)
-        q, k = (F.normalize(x.flatten(1, 2), dim=-1).to(y.dtype) for x in (q, k))  # autocast made it fp32
+        q = F.normalize(q.flatten(1, 2), dim=-1).to(y.dtype)            # autocast would leave it in fp32
+        k = F.normalize(k.flatten(1, 2), dim=-1).to(y.dtype)
         return q, k, v.flatten(1, 2)
 
     def scan(self, x, q, k, v, S):
@@ -358,10 +361,10 @@ class Block(nn.Module):
     def forward(self, x, state=None):
         conv_state, mixer_state = state or (None, None)
         y, conv_state = self.conv(self.norm1(x), conv_state)
-        found = self.mixer(y, mixer_state)
-        if not isinstance(found, (tuple, list)) or found[0].shape != x.shape:
+        returned = self.mixer(y, mixer_state)
+        if not isinstance(returned, (tuple, list)) or returned[0].shape != x.shape:
             raise TypeError(f"{type(self.mixer).__name__}.forward: return (y, state), y of the shape of x")
-        y, mixer_state = found
+        y, mixer_state = returned
         x = x + y
         return x + self.mlp(self.norm2(x)), (conv_state, mixer_state)
 

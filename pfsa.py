@@ -32,7 +32,7 @@ from itertools import combinations, permutations
 import numpy as np
 import torch
 
-from data import LETTERS, Stage, Task, run
+from data import LETTERS, BadInput, Stage, Task, run
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -52,12 +52,12 @@ class PFSA:
         self.queries = [np.array(query) for query in queries]
 
         if abs(self.T.sum(1) - 1).max() > 1e-9:
-            raise ValueError("T: each column must sum to 1")
+            raise BadInput("T: each column must sum to 1")
         if abs(self.q0.sum() - 1) > 1e-9:
-            raise ValueError("q0 must sum to 1")
+            raise BadInput("q0 must sum to 1")
         for query in self.queries:
             if (self.Z[query].sum(0) != 1).any():
-                raise ValueError(f"query {query}: each state must allow exactly one of its symbols")
+                raise BadInput(f"query {query}: each state must allow exactly one of its symbols")
 
     def filter(self, symbols, start=None):
         """Symbols (B, L) -> beliefs (B, L+1, m), before each symbol and after the last, and the predictive
@@ -75,7 +75,7 @@ class PFSA:
             mass = kept.sum(1, keepdims=True)
             if (mass == 0).any():
                 b = np.flatnonzero(mass == 0)[0]
-                raise ValueError(f"sequence {b}, step {t}: symbol {s[b]} cannot occur there")
+                raise BadInput(f"sequence {b}, step {t}: symbol {s[b]} cannot occur there")
             predictive[:, t] = mass[:, 0]
             moved = self.T[s] @ (kept / mass)[..., None]
             beliefs[:, t + 1] = moved[..., 0]
@@ -238,7 +238,7 @@ class MaybeSwaps(Task):
 
     def __init__(self, n_vars=3, **others):
         if not 2 <= n_vars <= 5:
-            raise ValueError(f"--n-vars {n_vars}: choose 2 to 5, as a belief has n! entries")
+            raise BadInput(f"--n-vars {n_vars}: choose 2 to 5, as a belief has n! entries")
         self.n_vars, self.names, self.automaton = n_vars, LETTERS[:n_vars], maybe_swaps(n_vars)
         self.n_classes = self.automaton.m
         numbers = permutations(range(1, n_vars + 1))
@@ -252,14 +252,14 @@ class MaybeSwaps(Task):
             self.symbols[printed] = self.symbols[assigned] = holds(n_vars, i, j)
         super().__init__(**others)
         if self.states not in ("none", "linear"):
-            raise ValueError(f"--states {self.states}: the state is hidden, so it cannot be written as text; "
+            raise BadInput(f"--states {self.states}: the state is hidden, so it cannot be written as text; "
                              "give linear (the exact belief) or none")
 
     def check(self, stage):
         if stage.kind not in ("", "forced"):
-            raise ValueError(f"stage {stage}: write LxS, or Lx2:forced to evaluate on P1's Figure 10")
+            raise BadInput(f"stage {stage}: write LxS, or Lx2:forced to evaluate on P1's Figure 10")
         if stage.kind and stage.spacing != 2:
-            raise ValueError(f"stage {stage}: every second line is a print there, so write "
+            raise BadInput(f"stage {stage}: every second line is a print there, so write "
                              f"{stage.length}x2:forced")
 
     def program(self, rng, stage, memory):
@@ -277,7 +277,7 @@ class MaybeSwaps(Task):
         if stage.kind != "forced":
             return super().draw(rng, stage, split)
         if split == "train":
-            raise ValueError(f"stage {stage}: has few programs, for evaluation; train on {stage.length}x2")
+            raise BadInput(f"stage {stage}: has few programs, for evaluation; train on {stage.length}x2")
         memory = {}
         return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
 

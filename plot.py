@@ -4,7 +4,6 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py --all                                        every figure in assets/, in seconds
     python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
     python plot.py headline out/deltanet-repl* --at 128x16      left by_hand, right P1 Fig. 4, left
-    python plot.py final out/deltanet-repl*                     at a trace's last answer (P1 Fig. 4, right)
     python plot.py horizon assets/horizon.jsonl --by moves            read without prints
     python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
@@ -223,21 +222,6 @@ def horizon(args):
     lines(axes, curves)
     return finish(axes, "commands before the only print", "accuracy on held-out traces",
                   "Without a print, trained models forget", common("chance", rows), common("trained", rows))
-
-
-def final(args):
-    """Accuracy at the last answer of a trace, by length and spacing (P1 Fig. 4, right): the median, in %."""
-    rows, found = evaluations(args), defaultdict(list)
-    for name, result, stage, row in rows:
-        found[f"{name}, a print every {stage.spacing}", stage.length].append(row["final"])
-    cells = {}
-    for place, seeds in found.items():
-        median = np.median(seeds)
-        cells[place] = f"{100 * median:.0f}", median
-    title, chance = "Accuracy at the last print in %", common("chance", rows)
-    if chance:
-        title += f", chance {chance:.0%}"
-    return tiles(cells, f"commands (trained at {common('trained', rows) or 'several stages'})", title)
 
 
 def ladder(args):
@@ -538,11 +522,10 @@ def movie(args, lines=40):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, headline, final, horizon, ladder, samples, nats, filters, heads,
+COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, heads,
                                     automaton, movie]}
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline.png": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
-    "final.png": "final assets/final.jsonl",
     "ladder.png": "ladder assets/ladder.jsonl --by n_householder,n_layer",
     "nats.png": "nats assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
     "samples.png": "samples assets/told.jsonl --by states",

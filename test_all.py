@@ -412,7 +412,8 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
                         ("a, x = x, a", "only the variables a, b, c"), ("print(x)", "only the variables a"),
                         ("a, print = print, a", "only the variables a"), ("a = b", "hold the same value"),
                         ("a, b = b, c", "same names"), ("a, a = a, a", "same names"), ("a, b = b", "names"),
-                        ("print(a, b)", "shows one variable"), ("import os", "only moves"), ("a,, b = b,, a", "only moves and prints"),
+                        ("print(a, b)", "shows one variable"), ("import os", "only moves"),
+                        ("a,, b = b,, a", "only moves and prints"),
                         *[("a, b, c = b, c, a", "only swaps of two")] * (moves == "swap")):
         with pytest.raises(ValueError, match=says) as caught:
             task.line(typed)
@@ -1772,8 +1773,8 @@ def test_a_tiny_model_learns_three_variables(tmp_path):
     noise = [line for line in done.stderr.splitlines() if "torch/utils" not in line]      # torch 2.9 may warn
     assert done.returncode == 0 and not noise, done.stderr
     result = result_of(only(tmp_path))
-    assert list(result) == ("model task seed params chance trained reached cut_short samples steps seconds passed held_out "
-                            "eval commit files argv torch threads config").split()
+    assert list(result) == ("model task seed params chance trained reached cut_short samples steps seconds "
+                            "passed held_out eval commit files argv torch threads config").split()
     accuracy = [row["accuracy"] for row in result["eval"]]
     assert accuracy[0] >= 0.99 and accuracy[1] >= 0.95, accuracy
     assert [passed["stage"] for passed in result["passed"]] == ["2x1:2", "4x1", "8x2"]
@@ -1814,7 +1815,8 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, monkeypatch, capsys, interrupted):
-    """And the log says so. Also if it goes on from the checkpoint of the 20th. The traces end a batch after the last stage is passed."""
+    """And the log says so. Also if it goes on from the checkpoint of the 20th. The traces end a batch after the last
+    stage is passed."""
     rights, batches, stops, honest = [1] * 10 + [0] * 5 + [1] * 20, [], [22] * interrupted, train.losses
 
     def said(*args):
@@ -1894,7 +1896,6 @@ def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_pat
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
     if finished:
         assert json.loads((parts / "96-result.json").read_text()) == kept
-    if finished:
         cfg, task, [stage], model = train.load(parts / "96-ckpt.pt", eval_at="4x2", device="cpu")
         assert {**train.evaluate(model, task, stage, cfg), "chance": 1 / 3} == kept["eval"][0]
 
@@ -1933,7 +1934,7 @@ def test_a_new_setting_makes_no_other_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "Config", dataclasses.make_dataclass("Config", kinds))
     monkeypatch.setitem(train.HELP, "temperature", "a fork's")
     assert "is finished" in run_again(tmp_path, capsys)
-    assert "other settings" not in run_again(tmp_path / "other", capsys, "--temperature", 2)
+    assert go(tmp_path, "--temperature", 2) == 0 and len([*tmp_path.iterdir()]) == 2
 
 
 def test_a_run_depends_on_its_code_and_on_its_file_of_traces(tmp_path, monkeypatch):
@@ -2329,15 +2330,13 @@ FIGURES = {   # command: runs, and what each panel shows of them
     "headline": ([result([row("8x1"), row("64x8", by_answer=[1, 0.75, 0.5, 0.25, 1, 0.5, 0.5, 0])])],
                  [{"deltanet, 1 seed": [(8, 1), (16, 0.75), (32, 0.375), (64, 0.5)], **GREY}]),
     "horizon": ([result([row("64x64", 0.75), row("96x96", 0.5), row("128x64", 0.25)]),
+                 result([row("64x64", 0.25)], seed=1), result([row("64x64", 1)], seed=2),
                  {**result([row("64x64")], None, None, seed=1), "model": "by_hand"}],
-                [{"deltanet, 1 seed": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)], **GREY}]),
+                [{"deltanet, 3 seeds": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)], **GREY}]),
     "nats": ([result([row(f"{L}x2{kind}", kl=kl * L, floor=0.5) for L in (64, 128)
                       for kind, kl in (("", 1), (":forced", 2))], chance=math.exp(-2), task="pfsa")],
              [{"deltanet, 1 seed": [(64, 64 * kl), (128, 128 * kl)], "trained up to here": [(64, 0), (64, 1)],
                "chance: a uniform guess": [(64, 1.5), (128, 1.5)]} for kl in (1, 2)]),
-    "final": ([result([row("64x8", accuracy)], reached=reached, seed=seed, beta_max=1.0)
-               for seed, (accuracy, reached) in enumerate([(0.5, "64x8"), (0.25, "8x1"), (0.75, "8x1")])],
-              [{("deltanet, [0, 1], 3 seeds (never got to 64x8), a print every 8", "64"): ("50", 0.5)}]),
     "ladder": ([on("S3", 0.9, 0.2), on("S3", 1, 0.98, seed=1), on("S3", 1, 0.96, seed=2), on("Z2", 1, 0.5),
                 on("Z2", 0.9, 0.5, "ssm", passed="4x1")],
                [{("lstm", "S3\nchance 25%"): ("100%, 96%", 0.95),
@@ -2379,13 +2378,15 @@ def test_a_figure_shows_the_numbers_of_its_runs(command):
 def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
     rates = [result(seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
              for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
-    for figure in plot.curve, plot.final, plot.ladder, plot.samples:
+    for figure in plot.curve, plot.headline, plot.ladder, plot.samples:
         with pytest.raises(ValueError, match="use some of --by learning_rate"):
             figure(of(*rates))
     assert {name for name, *_ in plot.evaluations(of(by="learning_rate"))} == {
         "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}
     with pytest.raises(ValueError, match="seed 1 is there twice"):
-        plot.final(of(rates[1], rates[1]))
+        plot.evaluations(of(rates[1], rates[1]))
+    seeds = [result(reached=reached, seed=seed, beta_max=1.0) for seed, reached in enumerate(["64x8", "8x1", "8x1"])]
+    assert {name for name, *_ in plot.evaluations(of(*seeds))} == {"deltanet, [0, 1], 3 seeds (never got to 64x8)"}
 
 
 def in_folders(**results):
@@ -2588,11 +2589,11 @@ def test_help_has_an_example_of_every_command(capsys):
 
 
 @pytest.mark.parametrize("words, reason", [
-    ("curve", "give a command"), ("curv out", "invalid choice"), ("final nowhere", "give folders"),
-    ("nats table.jsonl", "no 'kl'"), ("final table.jsonl --models rnn", "no runs of rnn"),
+    ("curve", "give a command"), ("curv out", "invalid choice"), ("samples nowhere", "give folders"),
+    ("nats table.jsonl", "no 'kl'"), ("samples table.jsonl --models rnn", "no runs of rnn"),
     ("headline table.jsonl --at 9x9", "seed 0, has no row of 9x9"), ("headline table.jsonl --at long", "no stage"),
     ("automaton nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
-    ("final table.jsonl --save x.doc", "not supported")])
+    ("samples table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
     of(result())
     with pytest.raises(SystemExit) as error:

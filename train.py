@@ -41,7 +41,6 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -53,7 +52,7 @@ from filelock import FileLock, Timeout                      # a dependency of to
 from tqdm import tqdm
 
 import data
-from data import PAD, Batch, Stage, Tokenizer, parse_stages
+from data import PAD, BadInput, Batch, Stage, Tokenizer, parse_stages
 from kernels import resolve_backend
 from models import LM, MIXERS, count, make_optimizers
 from pfsa import MaybeSwaps, compare
@@ -125,13 +124,13 @@ def build(cfg, lexemes=None):
         task.check(stage)
         task.batch(cfg.seed, "test", stage, 0, 2)         # raises ValueError if there are no such traces
     if cfg.n_layer < len(cfg.model.split("+")):
-        raise ValueError(f"--model {cfg.model} alternates mixers: give --n-layer {len(cfg.model.split('+'))}")
+        raise BadInput(f"--model {cfg.model} alternates mixers: give --n-layer {len(cfg.model.split('+'))}")
     if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
-        raise ValueError(f"--d-model {cfg.d_model}: give a multiple of 4 and of twice --n-head {cfg.n_head}")
+        raise BadInput(f"--d-model {cfg.d_model}: give a multiple of 4 and of twice --n-head {cfg.n_head}")
     if cfg.advance > 1:
-        raise ValueError(f"--advance {cfg.advance:g}: give a share of the answers, at most 1")
+        raise BadInput(f"--advance {cfg.advance:g}: give a share of the answers, at most 1")
     if cfg.beta_max > 2:
-        raise ValueError(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1]: states explode")
+        raise BadInput(f"--beta-max {cfg.beta_max:g}: above 2, eigenvalues leave [-1, 1]: states explode")
 
     def model(d_mlp, states="none"):
         shape = SimpleNamespace(**{**vars(cfg), "d_mlp": d_mlp, "states": states})
@@ -143,7 +142,7 @@ def build(cfg, lexemes=None):
             least, more = count(model(8)), count(model(16))
         width = 8 + 8 * round((cfg.params - least) / (more - least))
         if width < 8:
-            raise ValueError(f"--params {cfg.params}: this model has at least {least}")
+            raise BadInput(f"--params {cfg.params}: this model has at least {least}")
     torch.manual_seed(cfg.seed)                           # torch draws nothing else at random
     return task, stages, tests, model(width, task.states).to(cfg.device)
 
@@ -207,8 +206,15 @@ def evaluate(model, task, stage, cfg):
     return row
 
 
+def report(model, task, stage, cfg):
+    """Evaluate and print a line. -> the row of `evaluate`, with "chance"."""
+    row = {**evaluate(model, task, stage, cfg), "chance": task.chance(stage)}
+    show(row)
+    return row
+
+
 def show(row):
-    """Print one line about a row of `evaluate`, to which "chance" was added."""
+    """Print a row of `report` in one line."""
     if "kl" in row:
         print(f"eval    {row['stage']}: KL {row['kl']:.4f} nats per answer (0 is perfect), the last "
               f"{row['final_kl']:.4f}; loss {row['loss']:.3f}, of exact beliefs {row['floor']:.3f}")
@@ -251,7 +257,7 @@ def origin(cfg):
 
 def changed(then, now):
     """Two times "files" -> those that have changed, as "data.py, models.py"."""
-    return ", ".join(name for name in now if then.get(name, now[name]) != now[name])
+    return ", ".join(name for name in now if name in then and then[name] != now[name])
 
 
 def resume(cfg, folder, files):
@@ -265,15 +271,14 @@ def resume(cfg, folder, files):
     saved = read_checkpoint(folder / "ckpt.pt")
     before, edited = saved["config"]["max_samples"], changed(saved["files"], files)
     if cfg != Config(**{**saved["config"], **{name: getattr(cfg, name) for name in ASIDE}}):
-        raise ValueError(f"{folder} holds a run with other settings: choose another --out")
-    if result:
-        if cfg.max_samples <= before or not result["cut_short"]:          # more traces would change nothing
-            return saved, result
+        raise BadInput(f"{folder} holds a run with other settings: choose another --out")
+    if result and (cfg.max_samples <= before or not result["cut_short"]):
+        return saved, result                              # more traces would change nothing
     if edited:
-        raise ValueError(f"changed since {folder} was begun: {edited}. Undo that, remove the folder, or choose "
+        raise BadInput(f"changed since {folder} was begun: {edited}. Undo that, remove the folder, or choose "
                          "another --out")
     if cfg.max_samples < before:
-        raise ValueError(f"{folder} was begun with --max-samples {before}: give that, or more")
+        raise BadInput(f"{folder} was begun with --max-samples {before}: give that, or more")
     if result:                                            # keep what is finished
         shutil.copy(folder / "ckpt.pt", folder / f"{before}-ckpt.pt")
         os.replace(folder / "result.json", folder / f"{before}-result.json")
@@ -371,8 +376,8 @@ def run(cfg):
         mean = sum(at.recent) / len(at.recent)            # of the last ten batches
         where = f"stage {stage} ({number} of {len(stages)})"
         bar.total = end() if at.falling else None         # before, nobody knows
-        then = "learning rate falls" if at.falling else needs
-        bar.set_description_str(f"{where}: {mean:.0%} right, {then}", refresh=False)
+        aim = "learning rate falls" if at.falling else needs
+        bar.set_description_str(f"{where}: {mean:.0%} right, {aim}", refresh=False)
         bar.update(cfg.batch_size)
 
         # test
@@ -406,10 +411,7 @@ def run(cfg):
     if cut_short:
         print(f"short   because of --max-samples, in stage {reached}; with a larger one, the same command "
               "goes on")
-    rows = []
-    for stage in tests:
-        rows.append({**evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
-        show(rows[-1])
+    rows = [report(model, task, stage, cfg) for stage in tests]
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": str(stages[-1]), "reached": str(reached), "cut_short": cut_short,
               "samples": at.samples, "steps": at.step, "seconds": at.seconds, "passed": at.passed,
@@ -427,12 +429,13 @@ def read_checkpoint(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         cfg = Config(**saved["config"])
-        TASKS[cfg.task], [MIXERS[name] for name in cfg.model.split("+")], saved["files"]      # all are known
-        return saved
+        if "files" in saved and cfg.task in TASKS and set(cfg.model.split("+")) <= set(MIXERS):
+            return saved
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such checkpoint")
+        raise BadInput(f"{path}: no such checkpoint")
     except Exception:                                     # a broken file can raise anything
-        raise ValueError(f"{path}: cut short, or no checkpoint of this version of the code")
+        pass
+    raise BadInput(f"{path}: cut short, or its task, mixer or settings are not in this code")
 
 
 def load(path, **changes):
@@ -448,7 +451,7 @@ def load(path, **changes):
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError:
-        raise ValueError(f"{path}: its weights do not fit this models.py")
+        raise BadInput(f"{path}: its weights do not fit this models.py")
     return cfg, task, tests, model
 
 
@@ -471,7 +474,7 @@ def play(path, **changes):
     every variable. Ctrl-D or quit ends it."""
     cfg, task, _, model = load(path, **changes)
     if cfg.task != "repl" or cfg.states == "text":
-        raise ValueError(f"--play {path}: give a model trained on repl, without states in the text")
+        raise BadInput(f"--play {path}: give a model trained on repl, without states in the text")
     prompt = task.prompt if sys.stdin.isatty() else ""
     if prompt:
         with contextlib.suppress(ImportError):            # not on Windows
@@ -491,7 +494,7 @@ def play(path, **changes):
                     yield task.line(typed)
             except EOFError:
                 return
-            except ValueError as error:
+            except BadInput as error:
                 print(error)
 
     print("Python runs each line, and the model says what every variable holds now, and how sure it is. End: quit")
@@ -576,7 +579,7 @@ def main(argv=None):
     try:
         if (to_eval or to_play) and not set(given) <= set(FOR_EVAL):
             names = ", --".join(FOR_EVAL).replace("_", "-")
-            raise ValueError(f"a trained model keeps its settings: give only --{names}")
+            raise BadInput(f"a trained model keeps its settings: give only --{names}")
         for cell in [] if to_eval or to_play else grid:
             build(Config(**dict(zip(given, cell))))       # a bad setting is told before the first run
         for cell in grid[rank::processes]:
@@ -586,7 +589,7 @@ def main(argv=None):
             elif to_eval:
                 cfg, task, tests, model = load(to_eval, **settings)
                 for stage in tests:
-                    show({**evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
+                    report(model, task, stage, cfg)
             else:
                 cfg = Config(**settings)
                 folders.append(folder_of(cfg))
@@ -597,11 +600,7 @@ def main(argv=None):
             print(f"next    python plot.py curve {' '.join(map(str, folders))}")
     except Timeout:
         parser.error(f"{folders[-1]} is in use by another process: wait for it, or choose another --out")
-    except (ValueError, OSError) as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
-        ours = Path(last.filename).resolve() in [HERE / name for name in ("data.py", "pfsa.py", "train.py")]
-        if isinstance(error, ValueError) and not (ours and last.line.startswith("raise")):
-            raise                                         # a fault in the code, perhaps of a fork: show where
+    except (BadInput, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         if not (to_eval or to_play):
