@@ -37,12 +37,15 @@ import builtins
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
+import pickle
 import random
 import re
 import signal
 import sys
 import tempfile
+import types
 from collections import Counter
 from functools import lru_cache
 from itertools import accumulate, combinations, islice, product
@@ -664,9 +667,9 @@ class Group(Task):
 #     return n            x = next(forloop0)  ...  assert (n) == 3
 #
 # Python itself runs the function. Hooks in its syntax tree write down each statement that has run, and the
-# locals after it, so Python does control flow, scopes, try, with, match. Then the trace runs line by line
-# in one flat namespace. A trace whose states differ from the function's is rejected. Example: a helper reads
-# a global whose name is also a local's.
+# locals after it, so Python does control flow and scopes. Then Python runs the trace, a script with one flat
+# namespace. If its states are not those of the function, it is rejected. Example: a helper reads a global
+# whose name is also a local's.
 
 class Rejected(BaseException):
     """Why a function has no trace. Not an Exception: the function could catch it."""
@@ -677,6 +680,8 @@ def literal(x, inside=()):
     kind = type(x)
     if kind in (bool, str, bytes, type(None)):
         return repr(x)
+    if kind is int and x.bit_length() > 14_000:                           # Python does not print it
+        return None
     if kind in (int, float, complex):
         return repr(x) if x - x == 0 else None                            # inf and nan have no literal
     if kind not in (list, tuple, set, dict) or id(x) in inside:
@@ -708,14 +713,17 @@ def state_text(state):
 class Tracer(ast.NodeTransformer):
     """Puts hooks into the statements of a function, but not into functions inside it.
 
-    lines: the source of what ran; states: {name: literal} after each; last: source of what it returned."""
-    limits = {"call": 1, "steps": 50, "characters of code": 1000, "characters of state": 12000}
+    source: the program's; function, call: syntax trees. lines: the source of what ran; states: {name: literal}
+    after each; last: the source of what was returned, then the assert; end: the state at the end."""
+    limits = {"steps": 50, "characters of code": 1000, "characters of state": 12000}      # P2 appendix A
 
-    def __init__(self, source):
-        self.source, self.loops, self.left = source, 0, dict(self.limits)
-        self.lines, self.states, self.last = [], [], ""
-        self.why, self.end = "", {}
-        self.parameters, self.shared = "", set()                          # shared: names declared global
+    def __init__(self, source, function, call):
+        self.source, self.function, self.call = source, function, call
+        self.lines, self.states, self.last, self.end = [], [], "", {}
+        self.loops, self.parameters, self.names = 0, None, set()          # names: all of its variables
+        function.body.append(ast.Return())                                # each call ends in the hook "back"
+        self.generic_visit(function)
+        function.body.insert(0, ast.Expr(self.hook("enter")))
 
     def text(self, node):
         """A node's source; by ast.unparse if it has several lines, decorators, or is a :=."""
@@ -731,24 +739,25 @@ class Tracer(ast.NodeTransformer):
             tree.args[0] = value
         return tree
 
-    def simple(self, node):
-        return [ast.Expr(self.hook("same")), node, ast.Expr(self.hook("line", self.text(node)))]
+    def simple(self, node, text=""):
+        """A statement, and a hook that writes it down."""
+        return [node, ast.Expr(self.hook("line", text or self.text(node)))]
 
-    visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Delete = visit_Assert = visit_Import = simple
-    visit_ImportFrom = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = simple
+    visit_Assign = visit_AugAssign = visit_Delete = visit_Assert = visit_Import = visit_ImportFrom = simple
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = simple
 
     def visit_Expr(self, node):
         docstring = isinstance(node.value, ast.Constant)
         return node if docstring else self.simple(node)
 
-    def visit_Global(self, node):
-        self.shared.update(node.names)
-        return node
+    def visit_AnnAssign(self, node):
+        """Inside a function, Python does not evaluate annotations, and `y: int` alone does nothing."""
+        return self.simple(node, f"{self.text(node.target)} = {self.text(node.value)}") if node.value else node
 
     def visit_If(self, node):
-        node.test = self.hook("test", self.text(node.test), node.test)
-        self.generic_visit(node)
-        return [ast.Expr(self.hook("same")), node]
+        before_and_value = ast.Tuple([self.hook("before"), node.test], ast.Load())
+        node.test = self.hook("test", self.text(node.test), before_and_value)
+        return self.generic_visit(node)
 
     visit_While = visit_If
 
@@ -759,127 +768,163 @@ class Tracer(ast.NodeTransformer):
         step = self.hook("line", f"{self.text(node.target)} = next({name})")
         self.generic_visit(node)
         node.body.insert(0, ast.Expr(step))
-        return [ast.Expr(self.hook("same")), node]
+        return node
 
     def visit_Return(self, node):
         text = self.text(node.value) if node.value else "None"
         node.value = self.hook("back", text, node.value)
-        return [ast.Expr(self.hook("same")), node]
-
-    def code(self, function, arguments):
-        """A function's syntax tree -> its code, with hooks."""
-        function.body.append(ast.Return())                                # each call ends in the hook "back"
-        self.generic_visit(function)
-        function.body.insert(0, ast.Expr(self.hook("enter", arguments)))
-        module = ast.fix_missing_locations(ast.Module([function], []))
-        constants = compile(module, "<trace>", "exec").co_consts
-        return next(x for x in constants if getattr(x, "co_name", "") == function.name)
+        return node
 
     # What the hooks do
 
-    def spend(self, what, n=1):
-        if self.why:
-            raise Rejected(self.why)
-        self.left[what] -= n
-        for what, left in self.left.items():                  # all, as the code may catch a Rejected
-            if left < 0:
-                raise Rejected(f"more than {self.limits[what]} {what}")
-
-    def enter(self, _, arguments, names):
-        self.spend("call")
-        self.parameters, values = ", ".join(names), literals(names)
-        if len(values) == len(names):                                     # f(1, key=2): a, key = 1, 2
-            arguments = ", ".join(values.values())
+    def enter(self, _, __, names):
+        if self.parameters is not None:
+            raise Rejected("more than 1 call")
+        self.parameters, values = [*names], self.arguments() | literals(names)
+        if names.keys() - values.keys():
+            raise Rejected("an argument without a literal")
         if names:
-            self.left["steps"] += 1                                       # the arguments' line is no step
-            self.line(None, f"{self.parameters} = {arguments}", names)
+            self.line(None, f"{', '.join(names)} = {', '.join(values[name] for name in names)}", names)
+
+    def arguments(self):
+        """{parameter: source of its argument or default}, for those that have no literal."""
+        given, arguments = self.function.args, self.call.args
+        names = [x.arg for x in given.posonlyargs + given.args]
+        nodes = dict(zip(reversed(names), reversed(given.defaults)))
+        nodes |= dict(zip([x.arg for x in given.kwonlyargs], given.kw_defaults))
+        nodes |= dict(zip(names, arguments)) | {x.arg: x.value for x in self.call.keywords}
+        if given.vararg:
+            nodes[given.vararg.arg] = ast.Tuple(arguments[len(names):], ast.Load())
+        return {name: ast.unparse(node) for name, node in nodes.items() if node}
 
     def line(self, value, text, names):
-        state = self.end = self.literals(names)
         self.lines.append(text)
-        self.states.append(state)
-        self.spend("steps")
-        self.spend("characters of code", len(text) + 1)
-        self.spend("characters of state", sum(map(len, [*state, *state.values()])))
+        self.states.append(self.state(names))
+        self.check()
         return value
 
-    def test(self, value, text, names):
-        """A condition is a line only if it changes a local."""
-        value = bool(value)
-        if self.literals(names) != (self.states[-1] if self.states else {}):
-            self.line(None, text, names)
-        return value
+    def state(self, names):
+        self.names.update(names)
+        return literals(names)
 
-    def same(self, _, __, names):
-        """Reject the call if something has changed since the last line."""
-        if self.literals(names) != (self.states[-1] if self.states else {}):
-            self.reject("a variable changed outside a line that ended")
+    def before(self, _, __, names):
+        try:
+            return pickle.dumps(names)
+        except Exception:                                                 # as for a function
+            return repr(names)
+
+    def test(self, before_and_value, text, names):
+        """A condition is a line only if it changes a local, or an object in one."""
+        before, value = before_and_value
+        holds = bool(value)
+        return self.line(holds, text, names) if self.before(None, "", names) != before else holds
 
     def back(self, value, text, names):
-        self.last, self.end = text, self.literals(names)
+        self.last, self.end = text, self.state(names)
         return value
 
-    def literals(self, names):
-        try:
-            return literals(names)
-        except Exception as error:                                        # which the function might catch
-            self.reject(f"a value that cannot be written: {type(error).__name__}")
+    def steps(self):
+        return len(self.lines) - bool(self.parameters)                    # the arguments' line is no step
 
-    def reject(self, why):
-        self.why = self.why or why                                        # `except:` may catch it
-        raise Rejected(self.why)
+    def check(self):
+        """Raise Rejected if the trace is too long."""
+        code = "\n".join([*self.lines, self.last])
+        states = "".join(name + text for state in self.states for name, text in state.items())
+        for (what, limit), size in zip(self.limits.items(), (self.steps(), len(code), len(states))):
+            if size > limit:
+                raise Rejected(f"more than {limit} {what}")
+
+
+@contextlib.contextmanager
+def blame(what):
+    """An error becomes the reason for a rejection, with what has raised it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise Rejected(f"{what} raises {type(error).__name__}") from error
+
+
+def execute(program, **names):
+    """-> the namespace of a program that has run as the module traced (a dataclass looks its module up)."""
+    module = sys.modules["traced"] = types.ModuleType("traced")
+    vars(module).update(names)
+    exec(compile(program, "<traced>", "exec", optimize=0), vars(module))
+    return vars(module)
+
+
+def around(tree, name):
+    """The statements of a program that need neither a function, nor what needs it; no `if __name__ ==`."""
+    gone, kept = {name}, []
+    for statement in tree.body:
+        nodes = [*ast.walk(statement)]
+        names = {x.id for x in nodes if isinstance(x, ast.Name)} | {getattr(statement, "name", "")}
+        names -= {x.arg for x in nodes if isinstance(x, ast.arg)}
+        if names & gone or isinstance(statement, ast.If) and "__name__" in names:
+            made = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+            gone |= {statement.name} if hasattr(statement, "name") else made
+        else:
+            kept.append(statement)
+    return kept
 
 
 def unroll(call):
     """Run a call and write it down (P2 section 2). Executes code: see `guarded`.
 
-    call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function).
-    -> a row {"id", "source", "call", "output", "trace", "states", "steps"}.
-    Raises Rejected, or what the function raises."""
+    call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function). The
+    input is the arguments, or the whole call.
+    -> a row {"id", "source", "call", "output", "trace", "states", "steps"}. Raises Rejected."""
     source = call["code"].replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
-    body, tracer = ast.parse(source).body, Tracer(source)
-    functions = {x.name: x for x in body if isinstance(x, ast.FunctionDef)}
+    with blame("the code"):
+        tree = ast.parse(source)
+    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
     name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
     if name not in functions:
-        raise Rejected("no function")
-    function = functions[name]
-    scope = {"__name__": "trace", "_tracer": tracer, "_locals": locals}
-    control = {"__name__": "trace"}                                       # the same, without hooks
-    for names in scope, control:
-        exec(source, names)
-    code = getattr(scope[name], "__code__", None)
-    if not code or code.co_firstlineno != function.lineno:
-        raise Rejected("a decorator")
-    around = [tracer.text(x) for x in body
-              if x is not function and name not in {getattr(y, "id", "") for y in ast.walk(x)}]
-    scope[name].__code__ = tracer.code(function, call["input"])
+        raise Rejected(f"no function: {name}")
     called = f"{name}({call['input']})"
-    value = eval(called, scope)
-    output = literal(value)
-    last = f"assert ({tracer.last}) == {output}"
-    tracer.spend("characters of code", len(last))
+    with blame("the input"):
+        expression = ast.parse(called, mode="eval").body
+    match expression:
+        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if inner == name:
+            called, expression = call["input"].strip(), whole
+    kept, failure = around(tree, name), None
+    tree.body = [x for x in tree.body if x in kept or x is functions[name]]
+    tracer = Tracer(source, functions[name], expression)
+    try:                                                                  # first, as it has a limit of steps
+        eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
+        tracer.check()                                                    # `except:` may have caught a Rejected
+    except (Exception, SystemExit) as error:
+        failure = error
+    with blame("the function"):
+        control = execute(source)
+        value = eval(called, control)
+    with blame("the output"):
+        expected = eval(call["output"], control) if call.get("output") else value
+        if value != expected:
+            raise Rejected("its output is not what the row says")
+    output = literal(value) or literal(expected)                          # a Counter equals a dict's literal
     if output is None:
         raise Rejected("an output without a literal")
-    if literal(eval(called, control)) != output:
-        raise Rejected("another output in another run")
-    if call.get("output") and value != eval(call["output"], scope):
-        raise Rejected("its output is not what the row says")
-    replay(around, tracer.lines, tracer.states, last, tracer.shared, tracer.end)
-    steps = len(tracer.lines) - (1 if tracer.parameters else 0)           # the arguments' line is no step
-    return {"id": call["id"], "source": source, "call": called, "output": output,
-            "trace": "\n".join([*around, *tracer.lines, last]), "states": tracer.states, "steps": steps}
+    with blame("its trace"):
+        if failure:
+            raise failure
+        tracer.last = f"assert ({tracer.last}) == {output}"
+        tracer.check()
+        trace = "\n".join([*map(tracer.text, kept), *tracer.lines, tracer.last])
+        replay(trace, tracer)
+    return {"id": call["id"], "source": source, "call": called, "output": output, "trace": trace,
+            "states": tracer.states, "steps": tracer.steps()}
 
 
-def replay(around, lines, states, last, shared, end):
-    """Run a trace. Raises Rejected if its states differ from `states`; errors of a line pass through."""
-    memory = {"__name__": "trace", "__annotations__": {}, "__warningregistry__": {}}
-    memory["print"] = print                                               # Python's own: run's adds Lines
-    run(around, memory)
-    others = shared.union(memory)                                         # not the function's variables
-    for line, state in zip([*lines, last], [*states, end]):
-        run([line], memory)
-        names = {name: x for name, x in memory.items() if name in state or name not in others}
-        if literals(names) != state:
+def replay(trace, tracer):
+    """Run a trace, as a script. Raises Rejected if its states are not those of the function."""
+    seen, tree, see = [], ast.parse(trace), ast.parse("_see(_locals())").body
+    first = len(tree.body) - len(tracer.lines) - 1
+    tree.body[first:] = see + [statement for line in tree.body[first:] for statement in (line, *see)]
+    execute(ast.fix_missing_locations(tree), _locals=locals, _see=lambda names: seen.append(literals(names)))
+    others = seen.pop(0)                                                  # what stands around the function
+    for state, found in zip([*tracer.states, tracer.end], seen):
+        names = [name for name in found if name in state or name in tracer.names and name not in others]
+        if {name: found[name] for name in names} != state:
             raise Rejected("its trace has other states")
 
 
@@ -896,84 +941,93 @@ def split_trace(row):
 # Code from files runs in a process of its own, with limits, in a temporary folder (on Linux only; files that
 # it writes elsewhere stay). This helps against accidents. It is no protection against attacks.
 
-def confine(folder, seconds):
-    """Limit this process in time, memory and files. Raises an Exception if it cannot."""
-    import resource                                         # not on Windows
-    with open("/proc/self/statm") as file:
-        memory = int(file.read().split()[0]) * resource.getpagesize() + 2 ** 29       # 512 MB more than now
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
-    signal.alarm(seconds)
-    os.setsid()                                             # a group, so that `guarded` can kill it whole
-    os.chdir(folder)
-    for descriptor in 0, 1, 2:
-        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-    os.closerange(3, 2 ** 16)
-    os.fork = None                                          # no fork bomb by accident
+def limited(folder, seconds, work, arguments):
+    """In a process of its own: set limits, then write what work(*arguments) returns to a file."""
+    try:
+        import resource                                     # not on Windows
+        with open("/proc/self/statm") as file:
+            memory = int(file.read().split()[0]) * resource.getpagesize() + 2 ** 29       # 512 MB more than now
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
+        os.setsid()                                         # a group, so that `guarded` can kill it whole
+        os.chdir(folder)
+        for descriptor in 0, 1, 2:
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        os.fork = None                                      # no fork bomb by accident
+        found = work(*arguments)
+    except Rejected as why:
+        found = {"reason": str(why)}
+    except BaseException as error:
+        found = {"reason": f"it raises {type(error).__name__}: {error}"}
+    Path(folder, ".answer").write_text(json.dumps(found))
 
 
 def guarded(work, *arguments, seconds=3):
     """work(*arguments) in a forked process with limits. -> what it returns, which JSON must be able to hold,
-    or {"reason"} if there is nothing. Raises OSError if there can be no such process."""
-    if not hasattr(os, "fork"):
-        raise OSError("this system cannot fork: trace and score need Linux")
-
-    def answer():
-        try:
-            confine(folder, seconds)
-        except Exception as error:
-            return {"fault": f"a process cannot be limited here: {error}"}
-        try:
-            return work(*arguments)
-        except BaseException as why:
-            return {"reason": str(why) if isinstance(why, Rejected) else f"it raises {type(why).__name__}"}
-
+    or {"reason"} if there is nothing. Raises ValueError or OSError if there can be no such process."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        pid = os.fork()
-        if not pid:
-            try:
-                Path(folder, ".answer").write_text(json.dumps(answer()))
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(pid, os.WUNTRACED)           # it has ended, or it has stopped itself
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=limited, args=(folder, seconds, work, arguments), daemon=True)
+        child.start()
+        child.join(4 * seconds)                             # it may sleep
+        late = child.exitcode in (None, -signal.SIGXCPU, -signal.SIGKILL)
         with contextlib.suppress(OSError):                  # there is nobody left
-            os.killpg(pid, signal.SIGKILL)
-        if os.WIFSTOPPED(status):
-            os.waitpid(pid, 0)
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
         try:
-            found = json.loads(Path(folder, ".answer").read_bytes())
+            return json.loads(Path(folder, ".answer").read_bytes())
         except (OSError, ValueError):
-            late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
             return {"reason": f"more than {seconds} s" if late else "it ends its process"}
-    if isinstance(found, dict) and "fault" in found:
-        raise OSError(found["fault"])
-    return found
 
 
-def calls_in(line, number):
-    """A line of CRUXEval, of MBPP, or {"code", "input"} -> its calls, for `unroll`, or {"id", "reason"}."""
-    call = {"id": f"line {number}"}
+def try_guard():
+    """Raise OSError if code cannot run with limits here: the fault is ours, not that of a row of a file."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise OSError("this system cannot fork: trace and score need Linux")
+    found = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
+    if "reason" in found:
+        raise OSError(f"not even f(x) = x has a trace here: {found['reason']}")
+
+
+def read_rows(path):
+    """-> {id: row} of a file of JSON lines. Raises ValueError, with the line's number, or OSError."""
+    rows = {}
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                    name = str(row.get("id", row.get("task_id", f"line {number}")))
+                except (AttributeError, ValueError, RecursionError):
+                    raise BadInput(f"{path}, line {number}: give JSON lines, an object {{...}} in each")
+                if name in rows:
+                    raise BadInput(f"{path}, line {number}: a second row with the id {name}")
+                rows[name] = row
+    return rows
+
+
+def calls_in(name, row):
+    """A row of CRUXEval, of LiveCodeBench or of MBPP -> its calls, for `unroll`, or {"id", "reason"}."""
     try:
-        row = json.loads(line)
-        if "test_list" not in row:
-            known = {key: row[key] for key in ("id", "name", "output") if key in row}
-            return [call | known | {"code": row["code"], "input": row["input"]}]
-        code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
-        call, task = {"code": "\n".join(code)}, row["task_id"]
-        return [call | {"id": f"{task}/{i}"} | parts(test) for i, test in enumerate(row["test_list"])]
-    except (ValueError, RecursionError) as error:
-        return [call | {"reason": f"no JSON: {error}"}]
+        if "test_list" in row:
+            code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
+            call = {"code": "\n".join(code)}
+            return [call | {"id": f"{name}/{i}"} | parts(test, call["code"])
+                    for i, test in enumerate(row["test_list"])]
+        call = {"id": name, "code": row["code"] + "", "input": row["input"] + ""}
+        return [call | {"name": row.get("name", row.get("function_name")), "output": row.get("output")}]
     except (AttributeError, KeyError, TypeError):
-        return [call | {"reason": "no code and input, and no code, task_id and test_list"}]
+        return [{"id": name, "reason": "no code and input, and no code, task_id and test_list"}]
 
 
-def parts(test):
+def parts(test, code):
     """MBPP's `assert name(input) == output` -> these three, else {"reason"} (P2 appendix A)."""
     with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
         [line] = ast.parse(test.strip()).body
         [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
         given = ast.unparse(line.test.left)[len(name) + 1:-1]
-        if isinstance(equal, ast.Eq):
+        if isinstance(equal, ast.Eq) and re.search(rf"def {name}\b", code):
             return {"name": name, "input": given, "output": ast.unparse(output)}
     return {"reason": "a test that is not assert name(input) == output"}
 
@@ -982,23 +1036,16 @@ def write_traces(path, out, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
     Ctrl-C, both files are whole. Raises ValueError or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
-    honest = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
-    if "reason" in honest:                                  # the fault is ours, not that of a row
-        raise OSError(f"not even f(x) = x has a trace here: {honest['reason']}")
-    for name in out, rejected:
-        if os.path.exists(name):
-            raise BadInput(f"{name} exists: choose another --out")
-    with open(path, "rb") as file, open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
+    calls = [call for name, row in read_rows(path).items() for call in calls_in(name, row)]
+    with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
         try:
-            for number, line in enumerate(file, 1):
-                for call in calls_in(line, number) if line.strip() else []:
-                    row = call if "reason" in call else guarded(unroll, call, seconds=seconds)
-                    if "reason" in row:
-                        why = {"line": number, "id": call["id"], "reason": row["reason"]}
-                        bad.write(json.dumps(why | {"row": line.decode(errors="replace")}) + "\n")
-                    else:
-                        good.write(json.dumps(row) + "\n")
-                    counts[row.get("reason", "kept").split(":")[0]] += 1
+            for call in calls:
+                row = call if "reason" in call else guarded(unroll, call, seconds=seconds)
+                if "reason" in row:
+                    bad.write(json.dumps(call | row) + "\n")
+                else:
+                    good.write(json.dumps(row) + "\n")
+                counts[row.get("reason", "kept")] += 1
         finally:
             print(f"{counts['kept']} traces in {out}; rejected calls, and why, in {rejected}")
             for reason, n in counts.most_common():
@@ -1006,13 +1053,12 @@ def write_traces(path, out, seconds=3):
 
 
 def read_traces(path):
-    """-> the rows of a file of traces. Raises ValueError, or OSError."""
+    """-> {id: row} of a file of traces. Raises ValueError, or OSError."""
+    rows = read_rows(path)
     needed = {"id", "source", "call", "output", "trace", "states", "steps"}
-    with contextlib.suppress(ValueError, TypeError), open(path) as file:
-        rows = [json.loads(line) for line in file]
-        if rows and all(needed <= set(row) for row in rows):
-            return rows
-    raise BadInput(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
+    if not rows or not all(needed <= {*row} for row in rows.values()):
+        raise BadInput(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
+    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1058,11 +1104,8 @@ def prompt(row, kind):
 
 
 def questions(path):
-    """What is asked about a file of traces: {id: (row, kind)}. Raises ValueError for a bad file."""
-    rows = read_traces(path)
-    if len({str(row["id"]) for row in rows}) < len(rows):
-        raise BadInput(f"{path}: two rows have the same id")
-    return {f"{row['id']}/{kind}": (row, kind) for row in rows for kind in EXAMPLES
+    """What is asked about a file of traces: {id: (row, kind)}. Raises ValueError or OSError for a bad file."""
+    return {f"{name}/{kind}": (row, kind) for name, row in read_traces(path).items() for kind in EXAMPLES
             if kind.startswith("output") or not row["call"].endswith("()")}
 
 
@@ -1074,77 +1117,71 @@ def write_prompts(path, out):
             file.write(json.dumps({"id": name, "prompt": prompt(row, kind), "steps": row["steps"]}) + "\n")
 
 
-UNSAFE = {*dir(builtins)} - {"dict", "float", "int", "len", "list", "range", "set", "sorted", "str", "tuple"}
+NAMES = "abs bool bytes chr dict float int len list max min ord range reversed set sorted str sum tuple".split()
 
 
-def evaluate(program, expression):
-    """-> the literal of an expression after a program; None if it has none."""
-    memory = {"__name__": "trace"}
-    exec(program, memory)
-    return literal(eval(expression, memory))
+def holds(row, kind, answer):
+    """Whether a program's assert holds with an answer. Raises Rejected, or what the program raises.
 
-
-def output_for(row, kind, answer):
-    """What a program returns for an input, as a literal; None or {"reason"} if there is no such output.
-
-    Raises ValueError, or what `ast` does, for an input that is no expression, or could fake an output, by
-    setting a name or by an object with an == of its own."""
-    call, asked = (ast.parse(text, mode="eval").body for text in (f"f({answer}\n)", row["call"]))
-    for node in ast.walk(call):
-        word = getattr(node, "attr", getattr(node, "id", ""))
-        if word in UNSAFE or word.startswith("__") or isinstance(node, ast.NamedExpr):
-            raise BadInput(f"{answer} could fake an output")
-    value = ast.unparse(call).removeprefix(call.func.id)                  # in parentheses
-    if kind == "input/program" and call.keywords:
-        value = value[1:-1]                                               # f(1, b=2)
-    elif kind == "input/program" and len(asked.args) + len(asked.keywords) > 1:
-        value = f"*{value}"                                               # a tuple or a list of inputs
-    program, _, result = question(row, kind).replace(HOLE, value).rpartition("\nassert ")
-    return guarded(evaluate, program, result.removesuffix(f" == {row['output']}"))
+    The answer is evaluated with some of Python's names, and with the program's literals. It can make no class,
+    so no object that equals everything."""
+    known = {name: ast.literal_eval(text) for name, text in literals(execute(row["source"])).items()}
+    known["__builtins__"] = {name: getattr(builtins, name) for name in NAMES}
+    with blame("the answer"):
+        text = f"(lambda *given, **named: (given, named))({answer}\n)"
+        if any(getattr(node, "attr", "").startswith("__") for node in ast.walk(ast.parse(text))):
+            raise SyntaxError
+        given, named = eval(text, known)
+    asked, program = ast.parse(row["call"], mode="eval").body, question(row, kind)
+    if kind == "input/program":
+        several = len(asked.args) + len(asked.keywords) > 1
+        if several and not named and len(given) == 1 and isinstance(given[0], (list, tuple)):
+            [given] = given
+        program = program.replace(HOLE, f"*{HOLE}, **{HOLE}named")
+    elif len(given) == 1:
+        [given] = given
+    execute(program, **{HOLE: given, f"{HOLE}named": named})
+    return True
 
 
 def judge(row, kind, completion):
     """Whether a completion is "right", "wrong" or "unreadable". Raises OSError as `guarded` does.
 
-    The answer is all of it, or in backticks, or one line; alone (17), or in the line of the ??, whole or from
-    there on (assert f(1) == 17, f(1) == 17, == 17).
-    Right is an output that equals the row's (1 == 1.0), or an input for which the program returns that."""
+    The answer is the line of the ??, whole (assert f(1) == 17) or in part (f(1) == 17, == 17), or else what
+    stands for the ?? alone (17). It is all of the text, or in a fence, or one line, or in backticks, in this
+    order. It is right if the assert holds."""
     left, right = re.search(f"(.*){HOLE}(.*)", ast.unparse(ast.parse(question(row, kind)))).groups()
     forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert (", right), (left, right)
-    text = re.split(r"(?i)\[answer\]|\banswer:\**", completion.split("[/ANSWER]")[0])[-1]
-    expected = ast.literal_eval(row["output"])
-    quoted = re.findall(r"`+(?:\w+\n)?([^`]+)`+", text)
-    for said, (start, end) in product([text, *reversed(quoted), *text.split("\n")], forms):
-        with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, TypeError,
-                                 ValueError):                             # it is no answer
-            line = ast.unparse(ast.parse(f"{start}{said.strip()}\n{end}"))
+    said = re.split(r"(?i)\[answer\]|\b(?:answer|output|input)(?: is)?\W*:", completion.split("[/ANSWER]")[0])[-1]
+    fenced, quoted = re.findall(r"```(?:\w+\n)?([^`]+)```", said), re.findall("`([^`]+)`", said)
+    texts = completion, said, *reversed(fenced), *said.split("\n"), *quoted
+    for (start, end), text in product(forms, texts):
+        text = text.strip("; \n`").removeprefix("**").removesuffix("**").strip().removeprefix("assert ")
+        with contextlib.suppress(MemoryError, RecursionError, SyntaxError, ValueError):       # it is no answer
+            line = ast.unparse(ast.parse(f"{start}{text}\n{end}"))
             if line.startswith(left) and line.endswith(right) and line != left + right:
-                answer = line[len(left):len(line) - len(right)]
-                output = answer if kind.startswith("output") else output_for(row, kind, answer)
-                if output != {"reason": "it raises NameError"}:           # as a word of prose does
-                    same = isinstance(output, str) and ast.literal_eval(output) == expected
-                    return "right" if same else "wrong"
+                found = guarded(holds, row, kind, line[len(left):len(line) - len(right)])
+                if found is True:
+                    return "right"
+                if not found["reason"].startswith("the answer raises"):                        # as prose does
+                    return "wrong"
     return "unreadable"
 
 
-def score(path, completions):
-    """Print how many completions of a file are right. Raises ValueError or OSError."""
-    waiting, found = questions(path), Counter()
-    with open(completions, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                said = json.loads(line)
-                row, kind = waiting.pop(said["id"])
-                completion = said["completion"] + ""
-            except (KeyError, TypeError, ValueError):
-                raise BadInput(f"{completions}, line {number}: give a completion, and a prompt's id, once")
-            found[kind, judge(row, kind, completion)] += 1
-    found.update((kind, "without an answer") for _, kind in waiting.values())
+def score(path, completions, out=None):
+    """Print how many completions are right; write each verdict to `out`. Raises ValueError or OSError."""
+    asked, said, counts = questions(path), read_rows(completions), Counter()
+    for name, row in said.items():
+        if name not in asked or not isinstance(row.get("completion"), str):
+            raise BadInput(f"{completions}: {name}: give the id of a prompt, and a completion")
+    with open(out or os.devnull, "x" if out else "w", 1) as file:
+        for name, (row, kind) in asked.items():
+            verdict = judge(row, kind, said[name]["completion"]) if name in said else "without an answer"
+            file.write(json.dumps({"id": name, "verdict": verdict}) + "\n")
+            counts[kind, verdict] += 1
     for kind in EXAMPLES:
         verdicts = "right", "wrong", "unreadable", "without an answer"
-        print(f"{kind:14s} ", ", ".join(f"{found[kind, verdict]} {verdict}" for verdict in verdicts))
+        print(f"{kind:14s} ", ", ".join(f"{counts[kind, verdict]} {verdict}" for verdict in verdicts))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1209,7 +1246,7 @@ class Trace(Task):
         if code not in HEADS:
             raise BadInput(f"--code {code}: choose one of {', '.join(HEADS)}")
         self.trace_file, self.code = trace_file, code
-        self.rows = read_traces(trace_file) if trace_file else []
+        self.rows = [*read_traces(trace_file).values()] if trace_file else []
 
     def beyond(self, last):
         return [last]
@@ -1293,27 +1330,31 @@ def main(argv=None):
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
     add("--file", help="JSON lines to read: calls for `trace`, traces for `prompts` and `score`")
     add("--completions", help="score: JSON lines, what a model said: id, completion")
-    add("--out", help="trace, prompts: a new file of JSON lines to write")
+    add("--out", help="trace, prompts, score: a new file of JSON lines to write")
     add("--allow-exec", action="store_true",
         help="execute the code in --file, in child processes with limits: no sandbox")
     args = parser.parse_args(argv)
     try:
         if args.samples < 1:
             raise BadInput("--samples: give a number above 0")
+        if args.out and os.path.exists(args.out):
+            raise BadInput(f"{args.out} exists: choose another --out")
         if not (args.file or args.out) and args.task in TASKS:
             samples(args)
         elif args.task == "trace" and args.file and args.out and args.allow_exec:
+            try_guard()
             write_traces(args.file, args.out)
         elif args.task == "prompts" and args.file and args.out:
             write_prompts(args.file, args.out)
         elif args.task == "score" and args.file and args.completions and args.allow_exec:
-            score(args.file, args.completions)
+            try_guard()
+            score(args.file, args.completions, args.out)
         else:
             raise BadInput("write trace --file --out --allow-exec, or prompts --file --out, or "
                              "score --file --completions --allow-exec")
     except BrokenPipeError:                                 # as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
+    except (BadInput, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130

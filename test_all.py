@@ -5,11 +5,13 @@ a float64 loop, brute force, a real Python interpreter, finite differences, a ki
     python -m pytest -q test_all.py              about two minutes on two cores
     python -m pytest -q -m slow test_all.py      five minutes more
 """
+import __future__
 import ast
 import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import io
 import itertools
 import json
@@ -23,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 from collections import Counter
 from dataclasses import asdict, fields
@@ -427,8 +430,8 @@ def unroll(code, arguments):
     """-> the row, or why there is none."""
     try:
         return data.unroll({"id": 0, "code": code, "input": arguments})
-    except (data.Rejected, Exception) as why:
-        return f"{type(why).__name__}: {why}"
+    except data.Rejected as why:
+        return str(why)
 
 
 def settrace_states(row):
@@ -438,11 +441,12 @@ def settrace_states(row):
     runs in the function's own frame, with its variables among the function's."""
     source = ast.unparse(ast.parse(row["source"]))                        # one statement a line
     returns = {x.lineno for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Return)}
-    scope, seen, lines, name = {"__name__": "trace"}, [], [0], row["call"].split("(")[0]
+    module = sys.modules["seen"] = types.ModuleType("seen")               # a dataclass looks it up
+    scope, seen, lines, name = vars(module), [], [0], row["call"].split("(")[0]
     exec(compile(source, "<function>", "exec"), scope)
 
     def see(frame, event, _):
-        if frame.f_code is not scope[name].__code__:
+        if frame.f_code is not inspect.unwrap(scope[name]).__code__:
             return None
         lines.append(frame.f_lineno)
         if event == "line" and lines[-1] != lines[-2] or event == "return" and frame.f_lineno not in returns:
@@ -472,10 +476,10 @@ def check(row):
     assert settrace_states(row) == [state for state, _ in groupby(filter(None, at_events))]
     assert "\n".join([*around, *lines, last]) == row["trace"] and len(lines) == len(told)
     assert row["steps"] == len(lines) - (not row["call"].endswith("()")) <= 50
-    memory = {"__name__": "trace"}
+    memory, future = {"__name__": "__main__"}, __future__.annotations.compiler_flag * ("__future__" in row["trace"])
     exec("\n".join(around), memory)
     for line, state in zip(lines, told):
-        exec(line, memory)
+        exec(compile(line, "", "exec", future), memory)
         assert {name: memory[name] for name in state} == state
     exec(last, memory)
 
@@ -486,65 +490,97 @@ def check(row):
 
 RIGHT = "right"
 STATES = "other states"
-CHANGED = "a variable changed outside a line that ended"
+ASSERTION, NAME = "its trace raises AssertionError", "its trace raises NameError"
 NASTY = [
     # control flow
     ("", "", "for x in 1, 0, 4:\n    if x == 0: continue\n    break\nelse: x = 9\nreturn x",
      "forloop0 = iter((1, 0, 4))\nx = next(forloop0)\nassert (x) == 1"),
     ("xs", "[[1, 2]]", "for x in xs.pop(): xs.append(x)\nreturn xs", RIGHT),
-    ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", CHANGED),
+    ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", NAME),
+    ("x", "1", "import contextlib\nwith contextlib.nullcontext(x) as h: x = h + 1\nreturn x", NAME),
     # conditions that change something are lines
     ("xs, n", "[0, 5], 0", "while xs.pop(): n += 1\nreturn n",
      "xs, n = [0, 5], 0\nxs.pop()\nn += 1\nxs.pop()\nassert (n) == 1"),
     ("s", "'abc'", "while (n := len(s)) > 2: s = s[1:]\nif m := n: pass\nreturn m", RIGHT),
-    ("xs", "[1, 2]", "it = iter(xs)\nif next(it) > 0: return next(it)", "AssertionError"),
+    ("xs", "[1, 2]", "it = iter(xs)\nif next(it) > 0: return next(it)",
+     "xs = [1, 2]\nit = iter(xs)\nnext(it) > 0\nassert (next(it)) == 2"),
+    ("x", "[2, 0]", "import collections\nq, n = collections.deque(x), 0\nwhile q.popleft(): n += 1\nreturn n",
+     "x = [2, 0]\nimport collections\nq, n = collections.deque(x), 0\nq.popleft()\nn += 1\nq.popleft()\n"
+     "assert (n) == 1"),
+    ("x", "'ab'", "import re\nif m := re.search('b', x): return m.start()",
+     "x = 'ab'\nimport re\n(m := re.search('b', x))\nassert (m.start()) == 1"),
     # statements, as they were written
     ("x", "1", "a = x; b = 2; a, b = b, a\nif a: c = 1; d = 2\nreturn a; x = 3", RIGHT),
     ("x", "[3]", "if (x and  # each\n        x.pop()): return (x,\n        1)", RIGHT),
     ("", "", "t = '''x\n  y'''\ndef g():\n    u = '''a\nb'''\n    return u\nreturn t + g()", RIGHT),
     ("x", "[]", "x.append(1)", "x = []\nx.append(1)\nassert (None) == None"),
     ("x", "[2]", "'''A docstring.'''\nassert x, 'no'\nimport math\ndel math\nreturn *x, 1", RIGHT),
-    ("x", "1", "z: 'no such' = x\nw: 'int'\nreturn z", RIGHT),
+    ("x", "1", "z: List[int] = x, 2\nw: int\nw = 3\nreturn z", "x = 1\nz = x, 2\nw = 3\nassert (z) == (1, 2)"),
     # exceptions
-    ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", "NameError"),
+    ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", NAME),
+    ("x", "0", "return 1 / x", "the function raises ZeroDivisionError"),
     ("", "", "try: return 1\nfinally: return 2", "assert (2) == 2"),
     ("x", "0", "while True:\n    try: x += 1\n    except: break\nreturn x", "more than 50 steps"),
     # names and scopes
     ("n", "4", "k = 2\ndef g(x): return x * k\nk = 3\nreturn g(n)", RIGHT),
-    ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nreturn y", STATES),
+    ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nreturn y", ASSERTION),
+    ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nz = 0\nreturn z", STATES),
+    ("", "", "n = 0\ndef g():\n    nonlocal n\n    n += 1\ng()\nreturn n", "its trace raises SyntaxError"),
+    ("", "", "x = 3\nreturn sorted(locals())", ASSERTION),
     ("list", "[1]", "for next in list: iter = next\nreturn iter", RIGHT),
     ("x", "3", "print(x, end='')\nreturn x", RIGHT),
-    ("forloop0", "4", "for x in 'a': pass\nreturn forloop0", STATES),
+    ("forloop0", "4", "for x in 'a': pass\nreturn forloop0", ASSERTION),
     ("x", "3", "@(lambda g: x)\ndef y(): pass\nreturn y", RIGHT),
     # values
-    ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", "cannot be written"),
-    ("a, b", "*[[1]] * 2", "a.append(2)\nreturn b", STATES),
+    ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", RIGHT),
+    ("a, b", "*[[1]] * 2", "a.append(2)\nreturn b", ASSERTION),
     ("", "", "return set('ba'), {'b': {2, 1}}, (1,), set(), b'x', 1j, -0.0", RIGHT),
     ("x", "[]", "x.append(x)\nreturn x", "without a literal"),
-    ("", "", "import random\nreturn random.random()", "another output"),
+    ("", "", "import random\nreturn random.random()", ASSERTION),
     # limits
     ("n", "3", "return 1 if n < 1 else n * f(n - 1)", "more than 1 call"),
     ("x", "'y'", "for i in range(9): x = x * 4\nreturn 1", "more than 12000 characters of state"),
     ("", "", "x = '" + 999 * "y" + "'", "more than 1000 characters of code"),
     # a statement, or no statement, changes something on its way out; nothing of it is seen in the output
-    ("xs", "[3]", "try: return xs.pop() / 0\nexcept ZeroDivisionError: return 1", CHANGED),
-    ("", "", "log = []\ndef g():\n    yield 1\n    log.append(9)\nfor x in g(): z = x\nreturn 1", CHANGED),
+    ("xs", "[3]", "try: return xs.pop() / 0\nexcept ZeroDivisionError: return 1", STATES),
+    ("", "", "log = []\ndef g():\n    yield 1\n    log.append(9)\nfor x in g(): z = x\nreturn 1", STATES),
 ]
 AROUND = [                                            # the same, with all of the source
     ("import math\nK = 3\ndef g(x):\n    return x * K\ndef f(x):\n    return g(x) + math.floor(2.5)\n"
      "print(f(1))", "2",
      "import math\nK = 3\ndef g(x):\n    return x * K\nx = 2\nassert (g(x) + math.floor(2.5)) == 8"),
     ("K = [1]\ndef f(x):\n    global K, M\n    K = K + [x]\n    M = x\n    return K", "2", RIGHT),
-    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3",
-     "K = 1\nK = 2\nx, y, z = 3, 1, [1]\nz.append(x + y)\nassert (z) == [1, 4]"),
-    ("import functools\n@functools.cache\ndef f():\n    return 1", "", "a decorator"),
+    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3", ASSERTION),
+    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\n", "3",
+     "K = 1\nK = 2\nx, y, z = 3, 1, []\nz.append(x + y)\nassert (z) == [4]"),
+    ("import functools\n@functools.cache\ndef f():\n    x = 1\n    return x", "", "import functools\nx = 1\nassert (x) == 1"),
+    # an argument line without literals
+    ("def f(x, y=float('-inf'), *, none=object()):\n    return y < x is not none", "3",
+     "x, y, none = 3, float('-inf'), object()\nassert (y < x is not none) == True"),
+    ("def f(xs, key, kind=int, *rest):\n    return sorted(map(kind, xs), key=key), len(rest)", "'21', abs, int, max",
+     "xs, key, kind, rest = '21', abs, int, (max,)\nassert (sorted(map(kind, xs), key=key), len(rest)) == ([1, 2], 1)"),
+    ("def f(**functions):\n    return len(functions)", "a=len", "an argument without a literal"),
+    # annotations, modules
+    ("from __future__ import annotations\nclass P:\n    def me(self: P) -> P: return self\ndef f(x):\n"
+     "    def g(y: Nothing): return y\n    p = P().me()\n    return g(x)", "3", RIGHT),
+    ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n    next: 'P' = None\ndef f(x):\n"
+     "    p = P(x, P(4))\n    return p.next.x", "3", RIGHT),
+    # what stands around it
+    ("def g(f):\n    return f + 1\ndef f(x):\n    return g(x)", "1", "def g(f):\n    return f + 1\nx = 1\nassert (g(x)) == 2"),
+    ("def f(x):\n    return x\nONE = f(1)\nTWO = ONE + 1\ndef main():\n    print(f(2), TWO)\n"
+     "if __name__ == '__main__':\n    main()\nK = 5", "3", "K = 5\nx = 3\nassert (x) == 3"),
+    ("def g(x):\n    return f(x - 1)\ndef f(x):\n    return x and g(x)", "2", NAME),
+    # the call
+    ("def f(x, y):\n    return x - y", "f(y=1, x=3)", "x, y = 3, 1\nassert (x - y) == 2"),
+    ("def f(x):\n    return x", "1 +", "the input raises SyntaxError"),
+    ("def f(x):\nreturn x", "1", "the code raises IndentationError"),
     ("def f(a, b=2, *c, d=4, **e):\n    return e", "1, z=6",
      "a, b, d, c, e = 1, 2, 4, (), {'z': 6}\nassert (e) == {'z': 6}"),
     ("def f(g, x):\n    return g(x)", "lambda y: y + 1, 2", "g, x = lambda y: y + 1, 2\nassert (g(x)) == 3"),
     ("def f(x):\r\n\tif x:\r\n\t\ty = '\t'\r\n\treturn y\r\n", "1", "x = 1\ny = '\t'\nassert (y) == '\\t'"),
     ("def g(x):\n    return 0\ndef h(x):\n    return x", "1",
      "def g(x):\n    return 0\nx = 1\nassert (x) == 1"),
-    ("async def f():\n    return 1", "", "no function"),
+    ("async def f():\n    return 1", "", "no function: None"),
 ]
 AROUND += [(f"def f({parameters}):\n    " + body.replace("\n", "\n    "), arguments, expected)
            for parameters, arguments, body, expected in NASTY]
@@ -588,13 +624,14 @@ HONEST = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
 HOSTILE = {                                           # and why it has no trace, if it has none
     "import os\ndef f():\n    os.popen('sleep 0.7; touch $TMPDIR/alive')\n    return 1": "",
     "def f():\n    return 10**10**10": "more than 1 s",
-    "import signal\ndef f():\n    signal.raise_signal(signal.SIGSTOP)": "it ends its process",
-    "import os\ndef f():\n    while True:\n        os.fork()": "it raises TypeError",
+    "import time\ndef f():\n    time.sleep(99)": "more than 1 s",
+    "import os\ndef f():\n    while True:\n        os.fork()": "the function raises TypeError",
     "import os\ndef f():\n    os._exit(0)": "it ends its process",
-    "def f():\n    return len('x' * 2**30)": "it raises MemoryError",
-    "def f():\n    open('file', 'w').write('y' * 2**24)": "it raises OSError",
+    "def f():\n    exit()": "the function raises SystemExit",
+    "def f():\n    return len('x' * 2**30)": "the function raises MemoryError",
+    "def f():\n    open('file', 'w').write('y' * 2**24)": "the function raises OSError",
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
-    "def f():\n    return open('file').read()": "it raises FileNotFoundError",
+    "def f():\n    return open('file').read()": "the function raises FileNotFoundError",
     "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it ends its process",
 }
 
@@ -616,10 +653,10 @@ def test_a_hostile_row_costs_itself_and_nothing_else(tmp_path):
     program = f"import data; data.write_traces({str(calls)!r}, {str(out)!r}, seconds=1)"
     done = command("-c", program, cwd=HERE, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == 0 and "Error" not in done.stderr
-    why = {row["line"]: row["reason"] for row in written(tmp_path / "out.rejected.jsonl")}
-    assert why == {2 * i + 1: reason for i, reason in enumerate(HOSTILE.values()) if reason}
-    assert [row["id"] for row in written(out)] == [
-        f"line {n}" for n in range(1, len(rows) + 1) if n not in why]
+    why = {row["id"]: row["reason"] for row in written(tmp_path / "out.rejected.jsonl")}
+    assert why == {f"line {2 * i + 1}": reason for i, reason in enumerate(HOSTILE.values()) if reason}
+    names = [f"line {n + 1}" for n in range(len(rows))]
+    assert [row["id"] for row in written(out)] == [name for name in names if name not in why]
     assert not any((tmp_path / "tmp").iterdir())
 
 
@@ -633,16 +670,19 @@ def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(where, fault
         raise fault
     path, out = write(tmp_path / "calls.jsonl", [HONEST]), tmp_path / "out.jsonl"
     monkeypatch.setattr(where, failing)
-    with pytest.raises(SystemExit, match="2"):
-        data.main(["trace", "--file", str(path), "--allow-exec", "--out", str(out)])
-    line = capsys.readouterr().err
-    assert said in line and line.count("\n") == 1 and not out.exists()
+    for words in ["trace", "--out", str(out)], ["score", "--completions", str(path)]:
+        with pytest.raises(SystemExit, match="2"):
+            data.main([*words, "--file", str(path), "--allow-exec"])
+        line = capsys.readouterr().err
+        assert said in line and line.count("\n") == 1 and not out.exists()
 
 
-def test_a_process_that_cannot_be_limited_is_an_error(monkeypatch):
-    monkeypatch.setattr("resource.setrlimit", lambda *_: 1 / 0)
-    with pytest.raises(OSError, match="cannot be limited here: division by zero"):
-        data.guarded(len, "abc")
+def test_little_memory_is_an_error_of_the_command(tmp_path):
+    path, out = write(tmp_path / "calls.jsonl", [HONEST]), tmp_path / "out.jsonl"
+    words = shlex.join([sys.executable, "data.py", "trace", "--file", str(path), "--out", str(out), "--allow-exec"])
+    done = subprocess.run(f"ulimit -v 400000; {words}", shell=True, cwd=HERE, text=True, capture_output=True)
+    assert done.returncode == 2 and "not even f(x) = x has a trace here" in done.stderr and not out.exists()
+    assert done.stderr.count("\n") == 1
 
 
 def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
@@ -661,25 +701,34 @@ def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
         assert out.read_bytes() == before
 
 
-def test_rows_of_three_kinds_are_read_and_bad_ones_named_by_their_line(tmp_path):
+def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
     tests = ["assert add (1, 2) == 3", "assert add('a',\n  'b') == 'ab'", "assert add(1, 2) > 0",
              "assert add(1, 2) == 4", "assert set(add([1], [2])) == {1, 2}", "assert add(root, root) == 4.0"]
     mbpp = {"task_id": 7, "code": "class Two:\n    x = 2\ndef add(a, b):\r\n    return a + b",
             "test_setup_code": "root = Two().x", "test_imports": ["import math"], "test_list": tests}
-    rows = ["{oops", "", mbpp, {"code": "def f(): pass"}, [1], "\ufeff" + json.dumps(HONEST)]
-    data.write_traces(write(tmp_path / "calls.jsonl", rows), tmp_path / "out.jsonl")
-    found = written(tmp_path / "out.jsonl")
-    assert [row["id"] for row in found] == ["7/0", "7/1", "7/5", "line 6"]
-    assert found[0]["trace"] == ("import math\nclass Two:\n    x = 2\nroot = Two().x\na, b = 1, 2\n"
-                                 "assert (a + b) == 3")
-    for row in found:
-        check(row)
-    keys = "no code and input, and no code, task_id and test_list"
+    live = {"code": "def h(x):\n    return 0\ndef f(x):\n    return x", "input": "h(x=4)", "function_name": "h"}
+    counts = {"code": "import collections\ndef f(x):\n    return collections.Counter(x)", "input": "'aa'", "output": "{'a': 2}"}
+    rows = ["", mbpp, {"code": "def f(): pass"}, HONEST, live, live | {"name": "f", "id": 9}, counts, live | {"name": "g", "id": "g"}]
+    path = write(tmp_path / "calls.jsonl", rows)
+    data.write_traces(path, tmp_path / "out.jsonl")
+    found = {row["id"]: row for row in written(tmp_path / "out.jsonl")}
+    assert {name: row["output"] for name, row in found.items()} == {
+        "7/0": "3", "7/1": "'ab'", "7/5": "4", "line 4": "2", "line 5": "0", "9": "0", "line 7": "{'a': 2}"}
+    assert found["7/0"]["trace"] == ("import math\nclass Two:\n    x = 2\nroot = Two().x\na, b = 1, 2\n"
+                                     "assert (a + b) == 3")
+    for name, row in found.items():
+        if name != "line 7":                          # there, only Counter == dict holds
+            check(row)
+    test, keys = "a test that is not assert name(input) == output", "no code and input, and no code, task_id and test_list"
     rejected = written(tmp_path / "out.rejected.jsonl")
-    assert [(row["line"], row["id"], row["reason"].split(":")[0]) for row in rejected] == [
-        (1, "line 1", "no JSON"), (3, "7/2", "a test that is not assert name(input) == output"),
-        (3, "7/3", "its output is not what the row says"), (3, "7/4", "no function"),
-        (4, "line 4", keys), (5, "line 5", keys)]
+    assert {row["id"]: row["reason"] for row in rejected} == {
+        "7/2": test, "7/3": "its output is not what the row says", "7/4": test, "line 3": keys,
+        "g": "no function: g"}
+    for line in "{oops", "[1]", "id,code", [HONEST, HONEST], "\x1f\x8b", HONEST | {"id": 9}:
+        before = write(path, [HONEST | {"id": "9"}, line]).read_bytes()
+        with pytest.raises(data.BadInput, match="calls.jsonl, line 2: (give JSON lines|a second row with the id 9)"):
+            data.write_traces(path, tmp_path / "new.jsonl")
+        assert path.read_bytes() == before and not (tmp_path / "new.jsonl").exists()
 
 
 def test_ctrl_c_leaves_whole_files(tmp_path):
@@ -698,7 +747,8 @@ def test_ctrl_c_leaves_whole_files(tmp_path):
 
 def test_traces_of_a_file_are_its_rows_and_what_is_tested_on_is_not_trained_on(tmp_path):
     """Without arguments and output, no program is in both splits."""
-    rows = list(itertools.islice(data.random_rows(random.Random(0), "loops", 6), 150))
+    made = itertools.islice(data.random_rows(random.Random(0), "loops", 6), 150)
+    rows = [{**row, "id": i} for i, row in enumerate(made)]
     task = data.Trace(trace_file=write(tmp_path / "t.jsonl", rows))
     rows, programs = {row["trace"]: row for row in rows}, {"train": set(), "test": set()}
     for split, rng in itertools.product(programs, map(random.Random, range(100))):
@@ -736,23 +786,23 @@ def test_a_prompt_has_two_examples_that_hold_and_a_question(kind, question):
 
 
 LIAR = "(lambda T=type: T('L', (list,), {'__eq__': lambda a, b: True})([1, 2]))()"
+COT = "It pops `2`, so\nf([9]) == [1, 2]\nis gone.\n\nThe answer is: **@**\n\nNot `[1, 2, 3]`."
+WAYS = ["@", " @ # yes", "@;", "@\n\nAs `xs.pop()` drops `[7]`.", "```python\n@\n```\nIt is not `[7]`.", "It is `@`.",
+        "**Answer:** @", "Output: @", "[ANSWER]\n@\n[/ANSWER]\n[PYTHON]", "```\n[9]\n```\nNo:\n```\n@\n```", COT]
 VERDICTS = {                                          # for g([1, 2]), which pops: right, wrong, unreadable
     "output/program": (
-        ["[1]", "assert g([1,2]) == [ 1, ]\n[/ANSWER]\n[PYTHON]", "[1] # yes", "[1.0]", "g( [1, 2] )==[1]",
-         "```python\nassert g([1, 2]) == [1]\n```", "It is `[1]`.", "**Answer:** [1]",
-         "[ANSWER]\n[1]\n[/ANSWER]", "[1]\n\nBecause it pops.", "```\n[9]\n```\nNo:\n```\n[1]\n```"],
-        ["[2]", "assert g([1,2]) == [1], 'no'", "`[2]`"],
-        ["g([1, 2])", "[2] or True", "", "[1", "[1]) or (True", "[x for x in (1,)]", "(" * 999,
-         "assert g([9]) == [1]", "-" * 9999 + "1", "{[1]: 2}", "\0", "\udc80"]),
-    "output/trace": (["[1]", " [1]\n", "assert xs == [1]", "(xs) == [1]"], ["[2]"], ["[1] or xs"]),
+        ["[1]", "assert g([1,2]) == [ 1, ]", "[1.0]", "g( [1, 2] )==[1]", "== [1]", "[1] + []"],
+        ["[2]", "assert g([1,2]) == [1], 'no'", "[2] or True"],
+        ["g([1, 2])", "[1", "[1]) or (True", "assert g([9]) == [1]", "-" * 9999 + "1", "{[1]: 2}"]),
+    "output/trace": (["[1]", "assert xs == [1]", "(xs) == [1]"], ["[2]"], ["xs", "[2] and xs"]),
     "input/program": (
-        ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "g([1, 3])", "list(range(1, 3))", "Sure\n[1, 2]",
-         "[*dict(a=1).values(), lambda x: x]", "Answer: [1, 5]"],
-        ["[2, 1]", "1, 2", "4", "g([])"],
-        ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "", "nothing", LIAR,
-         "''.__class__.__class__", "(g := lambda x: [1])", "exit()", "[1]) == 0 #"]),
-    "input/trace": (["[1, None]", "xs = [1, 9]", "`xs=[1, 2]`"], ["[2, 1]", "ys = [1, 2]"],
-                    ["[1, 2]; xs = [1]", "(y := [1, 2])", LIAR]),
+        ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "g([1, 3])", "assert g([1, 3])", "list(range(1, 3))",
+         "[*dict(a=1).values(), lambda x: x]", "*([1, 5],)", "[1] + ['__']"],
+        ["[2, 1]", "1, 2", "4", "g([])", "(g := lambda x: [1])"],
+        ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "nothing", LIAR,
+         "''.__class__.__class__", "exit()", "[1]) == 0 #"]),
+    "input/trace": (["[1, None]", "xs = [1, 9]", "xs=[1, 2]"], ["[2, 1]", "ys = [1, 2]"],
+                    ["[1, 2]; xs = [1]", LIAR]),
 }
 
 
@@ -761,10 +811,20 @@ def test_right_answers_are_accepted_and_no_others(kind):
     row = data.unroll(ROW)
     for verdict, said in zip(("right", "wrong", "unreadable"), VERDICTS[kind]):
         assert {one: data.judge(row, kind, one) for one in said} == dict.fromkeys(said, verdict)
+    for verdict, said in zip(("right", "wrong"), VERDICTS[kind]):
+        for answer in said[:2]:
+            ways = [way.replace("@", answer) for way in WAYS]
+            assert {way: data.judge(row, kind, way) for way in ways} == dict.fromkeys(ways, verdict)
+    for nothing in "", "I do not know.", "(" * 999, "\0", "\udc80":
+        assert data.judge(row, kind, nothing) == "unreadable"
 
 
 @pytest.mark.parametrize("code, arguments, said, verdict", [
-    ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", "wrong"),
+    ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", "unreadable"),
+    ("K = [1, 2]\ndef f(x):\n    return x[-1]", "K", "K[1:]", "right"),
+    ("import collections\ndef f(x):\n    return dict(collections.Counter(x))", "'a'", "['a']", "right"),
+    ("def f(x):\n    return x + (y if x else 1)", "0", "1", "wrong"),
+    ("def f(x):\n    return x", "'a'", "'b' if x else 'a'", "unreadable"),
     ("def f(a, b):\n    return a - b", "5, b=3", "(7, 5)", "right"),
     ("def f(a, b):\n    return a - b", "5, b=3", "assert f(b=4, a=6) == 2", "right"),
     ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong")])
@@ -783,13 +843,17 @@ def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
     for row, kind in itertools.product(rows[:29], VERDICTS):
         answer = row["output"] if kind.startswith("output") else row["call"][2:-1]
         said.append({"id": f"{row['id']}/{kind}", "completion": answer if row["id"] else "("})
-    data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", said))
+    said_path, verdicts = write(tmp_path / "said.jsonl", [*said, ""]), tmp_path / "verdicts.jsonl"
+    data.main(["score", "--file", str(tmp_path / "t.jsonl"), "--completions", str(said_path), "--allow-exec",
+               "--out", str(verdicts)])
     for line in capsys.readouterr().out.splitlines():
         assert re.fullmatch(r"\S+ +28 right, 0 wrong, 1 unreadable, 1 without an answer", line)
+    told = {row["id"]: row["verdict"] for row in written(verdicts)}
+    assert told.keys() == {p["id"] for p in prompts} and told["1/input/trace"] == "right"
     for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", '{"id": "1/input/trace"}', said[1]:
-        with pytest.raises(ValueError, match="line 2: give a completion, and a prompt's id, once"):
-            data.score(tmp_path / "t.jsonl", write(tmp_path / "said.jsonl", [said[1], bad]))
-    with pytest.raises(ValueError, match="two rows have the same id"):
+        with pytest.raises(data.BadInput, match="give JSON lines|give the id of a prompt|a second row"):
+            data.score(tmp_path / "t.jsonl", write(said_path, [said[1], bad]))
+    with pytest.raises(data.BadInput, match="line 2: a second row with the id 0"):
         data.write_prompts(write(tmp_path / "t.jsonl", [rows[0], rows[0]]), tmp_path / "again.jsonl")
 
 
