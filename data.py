@@ -889,16 +889,16 @@ def unroll(call):
     kept, failure = around(tree, name), None
     tree.body = [x for x in tree.body if x in kept or x is functions[name]]
     tracer = Tracer(source, functions[name], expression)
-    try:                                                                  # first, as it has a limit of steps
+    try:                                                                  # first, as this ends after 50 steps
         eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
         tracer.check()                                                    # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
-        failure = error
+        failure = error                                                   # is it the function's own?
     with blame("the function"):
-        control = execute(source)
-        value = eval(called, control)
+        memory = execute(source)
+        value = eval(called, memory)
     with blame("the output"):
-        expected = eval(call["output"], control) if call.get("output") else value
+        expected = eval(call["output"], memory) if call.get("output") else value
         if value != expected:
             raise Rejected("its output is not what the row says")
     output = literal(value) or literal(expected)                          # a Counter equals a dict's literal
@@ -1026,9 +1026,8 @@ def parts(test, code):
     with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
         [line] = ast.parse(test.strip()).body
         [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
-        given = ast.unparse(line.test.left)[len(name) + 1:-1]
         if isinstance(equal, ast.Eq) and re.search(rf"def {name}\b", code):
-            return {"name": name, "input": given, "output": ast.unparse(output)}
+            return {"name": name, "input": ast.unparse(line.test.left), "output": ast.unparse(output)}
     return {"reason": "a test that is not assert name(input) == output"}
 
 
@@ -1152,7 +1151,8 @@ def judge(row, kind, completion):
     order. It is right if the assert holds."""
     left, right = re.search(f"(.*){HOLE}(.*)", ast.unparse(ast.parse(question(row, kind)))).groups()
     forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert (", right), (left, right)
-    said = re.split(r"(?i)\[answer\]|\b(?:answer|output|input)(?: is)?\W*:", completion.split("[/ANSWER]")[0])[-1]
+    start_of_answer = r"(?i)\[answer\]|\banswer is:?|\b(?:answer|output|input)\W*:"
+    said = re.split(start_of_answer, completion.split("[/ANSWER]")[0])[-1]
     fenced, quoted = re.findall(r"```(?:\w+\n)?([^`]+)```", said), re.findall("`([^`]+)`", said)
     texts = completion, said, *reversed(fenced), *said.split("\n"), *quoted
     for (start, end), text in product(forms, texts):
@@ -1188,17 +1188,13 @@ def score(path, completions, out=None):
 # trace as a task: functions made at random, or those of a file
 
 LINES = ["i += n", "i -= n", "i += i", "i -= i", "i = n", "i = max(i, i)"]     # i: a variable; n: a digit
-HEADS = {
-    "ints": [],
-    "branches": ["if i > n:", "if i % 2 == 0:"],
-    "loops": ["if i > n:", "if i % 2 == 0:", "for i in range(n):", "while i > n:"],
-}
+HEADS = ["if i > n:", "if i % 2 == 0:", "for i in range(n):", "while i > n:"]
 
 
-def random_function(rng, code="ints", statements=3):
+def random_function(rng, statements=3):
     """-> source of a function on ints, and arguments for it. rng: a random.Random.
 
-    code: the name of a list of HEADS. statements: maximum at the body's top level."""
+    statements: maximum at the body's top level."""
     words = {"i": "abc", "n": "12345"}
 
     def write(templates):
@@ -1206,10 +1202,10 @@ def random_function(rng, code="ints", statements=3):
 
     def block(indent, most=3):
         for _ in range(rng.randint(1, most)):
-            if not HEADS[code] or rng.random() < 0.6 or len(indent) > 8:
+            if rng.random() < 0.6 or len(indent) > 8:
                 yield indent + write(LINES)
                 continue
-            yield indent + write(HEADS[code])
+            yield indent + write(HEADS)
             yield f"{indent}    {write(LINES)}"                           # so the step limit ends any loop
             yield from block(f"{indent}    ")
             if rng.random() < 0.3:
@@ -1222,10 +1218,10 @@ def random_function(rng, code="ints", statements=3):
     return f"def f({', '.join(names)}):\n{body}\n    return {rng.choice(names)}", arguments
 
 
-def random_rows(rng, code, statements):
+def random_rows(rng, statements):
     """Rows of functions made at random, without end."""
     while True:
-        source, arguments = random_function(rng, code, statements)
+        source, arguments = random_function(rng, statements)
         with contextlib.suppress(Rejected):
             yield unroll({"id": "random", "code": source, "input": arguments})
 
@@ -1233,19 +1229,17 @@ def random_rows(rng, code, statements):
 class Trace(Task):
     """The trace of a function (P2 section 2): its assert asks for the output. State: its variables, as text.
 
-    Functions are made at random, with the statements that `code` names, or come from trace_file; their code
-    is not run again. Stage L: L lines before the assert; L:M: M to L. The split looks at the lines that ran,
-    not at arguments and output; one function can have traces in both."""
+    Functions are made at random, or come from trace_file; their code is not run again. Stage L: L lines
+    before the assert; L:M: M to L. The split looks at the lines that ran, not at arguments and output; one
+    function can have traces in both."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
     whole = True
-    settings = ("trace_file", "code")
+    settings = ("trace_file",)
 
-    def __init__(self, trace_file="", code="ints", **others):
+    def __init__(self, trace_file="", **others):
         super().__init__(**others)
-        if code not in HEADS:
-            raise BadInput(f"--code {code}: choose one of {', '.join(HEADS)}")
-        self.trace_file, self.code = trace_file, code
+        self.trace_file = trace_file
         self.rows = [*read_traces(trace_file).values()] if trace_file else []
 
     def beyond(self, last):
@@ -1273,7 +1267,7 @@ class Trace(Task):
             rows = self.fitting(stage, split)
             row = rng.choice(rows) if rows else None
         else:
-            tried = islice(random_rows(rng, self.code, stage.length), 10_000)
+            tried = islice(random_rows(rng, stage.length), 10_000)
             row = next((row for row in tried if self.fits(row, stage, split)), None)
         if not row:
             raise BadInput(f"stage {stage}: there are no such traces in the {split} split")
@@ -1326,7 +1320,6 @@ def main(argv=None):
     add("--moves", choices=["swap", "perm"], help="repl, inverse: what a command is")
     add("--digits", type=int, help="arith: per number")
     add("--group", choices=GROUPS, help="group: which one")
-    add("--code", choices=HEADS, help="trace: what functions made at random have [ints]")
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
     add("--file", help="JSON lines to read: calls for `trace`, traces for `prompts` and `score`")
     add("--completions", help="score: JSON lines, what a model said: id, completion")

@@ -117,7 +117,7 @@ class Clock(data.Task):
 
 KINDS = [(Repl, {"n_vars": 9, "moves": "swap"}, "9x4"), (Repl, {}, "8x2:3"), (Parity, {}, "9"),
          (ListPerm, {"n_vars": 4}, "6:2"), (Arith, {"digits": 3}, "12:3"), (Clock, {}, "6"),
-         (data.Trace, {"code": "loops"}, "8:4")]
+         (data.Trace, {}, "8:4")]
 SLOTS = {Repl: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
          Parity: lambda task, memory: [memory["p"]], Clock: lambda task, memory: [memory["c"]],
          ListPerm: lambda task, memory: [x - 1 for x in memory["a"]]}     # the classes of a state, by hand
@@ -599,7 +599,7 @@ def test_a_nasty_function_has_a_right_trace_or_none(code, arguments, expected):
 def test_random_functions_have_the_states_that_settrace_sees():
     rng, steps = random.Random(0), Counter()
     for _ in range(300):
-        row = unroll(*data.random_function(rng, "loops", 8))
+        row = unroll(*data.random_function(rng, 8))
         if isinstance(row, str):
             assert "more than" in row
         else:
@@ -747,7 +747,7 @@ def test_ctrl_c_leaves_whole_files(tmp_path):
 
 def test_traces_of_a_file_are_its_rows_and_what_is_tested_on_is_not_trained_on(tmp_path):
     """Without arguments and output, no program is in both splits."""
-    made = itertools.islice(data.random_rows(random.Random(0), "loops", 6), 150)
+    made = itertools.islice(data.random_rows(random.Random(0), 6), 150)
     rows = [{**row, "id": i} for i, row in enumerate(made)]
     task = data.Trace(trace_file=write(tmp_path / "t.jsonl", rows))
     rows, programs = {row["trace"]: row for row in rows}, {"train": set(), "test": set()}
@@ -834,7 +834,7 @@ def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said
 
 def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
     """The true answers of 30 functions made at random are right."""
-    made = data.random_rows(random.Random(0), "loops", 4)
+    made = data.random_rows(random.Random(0), 4)
     rows = [{**row, "id": i} for i, row in enumerate(itertools.islice(made, 30))]
     data.write_prompts(write(tmp_path / "t.jsonl", rows), tmp_path / "p.jsonl")
     prompts = written(tmp_path / "p.jsonl")
@@ -2252,7 +2252,7 @@ BAD = {
     "--params 3000": "at least",
     "--task arith --states linear": "transformer or contrastive",
     "--task group --states transformer": "linear or none",
-    "--task trace --code brackets": "ints",
+    "--task trace --trace-file /dev/null": "no traces; make some",
     "--out train.py": "train.py",
     "--eval nowhere.pt --model gru": "give only",
     "--play nowhere.pt": "no such checkpoint",

@@ -70,7 +70,6 @@ class Config:
     group: str = "S5"              # group: one of data.py's GROUPS
     digits: int = 2                # arith: digits per number
     trace_file: str = ""           # trace: a file from `data.py trace`; else random functions
-    code: str = "ints"             # trace: what random functions are made of: ints, branches or loops
     curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own
     # the model
     d_model: int = 64              # width; inside the MLP it is twice that
@@ -516,8 +515,7 @@ def play(path, **changes):
 # python train.py
 
 HAVE = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "code": data.HEADS,
-           "dtype": ["fp32", "bf16"],
+CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": [name for name, there in HAVE.items() if there]}
 MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
