@@ -45,6 +45,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 import types
 from collections import Counter
 from functools import lru_cache
@@ -715,12 +716,13 @@ class Tracer(ast.NodeTransformer):
 
     source: the program's; function, call: syntax trees. lines: the source of what ran; states: {name: literal}
     after each; last: the source of what was returned, then the assert; end: the state at the end."""
-    limits = {"steps": 50, "characters of code": 1000, "characters of state": 12000}      # P2 appendix A
+    limits = {"call": 1, "steps": 50, "characters of code": 1000, "characters of state": 12000}  # P2 appendix A
 
     def __init__(self, source, function, call):
         self.source, self.function, self.call = source, function, call
         self.lines, self.states, self.last, self.end = [], [], "", {}
-        self.loops, self.parameters, self.names = 0, None, set()          # names: all of its variables
+        self.loops, self.calls, self.extra = 0, 0, 0                      # extra: lines that are no steps
+        self.names = set()                                                # all of its variables
         function.body.append(ast.Return())                                # each call ends in the hook "back"
         self.generic_visit(function)
         function.body.insert(0, ast.Expr(self.hook("enter")))
@@ -778,12 +780,13 @@ class Tracer(ast.NodeTransformer):
     # What the hooks do
 
     def enter(self, _, __, names):
-        if self.parameters is not None:
-            raise Rejected("more than 1 call")
-        self.parameters, values = [*names], self.arguments() | literals(names)
+        self.calls += 1
+        self.check()
+        values = self.arguments() | literals(names)
         if names.keys() - values.keys():
             raise Rejected("an argument without a literal")
         if names:
+            self.extra = 1
             self.line(None, f"{', '.join(names)} = {', '.join(values[name] for name in names)}", names)
 
     def arguments(self):
@@ -823,14 +826,12 @@ class Tracer(ast.NodeTransformer):
         self.last, self.end = text, self.state(names)
         return value
 
-    def steps(self):
-        return len(self.lines) - bool(self.parameters)                    # the arguments' line is no step
-
     def check(self):
         """Raise Rejected if the trace is too long."""
         code = "\n".join([*self.lines, self.last])
         states = "".join(name + text for state in self.states for name, text in state.items())
-        for (what, limit), size in zip(self.limits.items(), (self.steps(), len(code), len(states))):
+        sizes = self.calls, len(self.lines) - self.extra, len(code), len(states)
+        for (what, limit), size in zip(self.limits.items(), sizes):
             if size > limit:
                 raise Rejected(f"more than {limit} {what}")
 
@@ -885,17 +886,18 @@ def unroll(call):
         expression = ast.parse(called, mode="eval").body
     match expression:
         case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if inner == name:
-            called, expression = call["input"].strip(), whole
-    kept, failure = around(tree, name), None
+            called, expression = ast.unparse(whole), whole
+    kept, failure, again = around(tree, name), None, None
     tree.body = [x for x in tree.body if x in kept or x is functions[name]]
     tracer = Tracer(source, functions[name], expression)
     try:                                                                  # first, as this ends after 50 steps
-        eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
+        again = eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
         tracer.check()                                                    # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
-        failure = error                                                   # is it the function's own?
-    with blame("the function"):
+        failure = error.with_traceback(None)                              # is it the function's own?
+    with blame("the code"):
         memory = execute(source)
+    with blame("calling the function"):
         value = eval(called, memory)
     with blame("the output"):
         expected = eval(call["output"], memory) if call.get("output") else value
@@ -907,12 +909,14 @@ def unroll(call):
     with blame("its trace"):
         if failure:
             raise failure
+        if literal(again) != literal(value):
+            raise Rejected("another output in another run")
         tracer.last = f"assert ({tracer.last}) == {output}"
         tracer.check()
         trace = "\n".join([*map(tracer.text, kept), *tracer.lines, tracer.last])
         replay(trace, tracer)
     return {"id": call["id"], "source": source, "call": called, "output": output, "trace": trace,
-            "states": tracer.states, "steps": tracer.steps()}
+            "states": tracer.states, "steps": len(tracer.lines) - tracer.extra}
 
 
 def replay(trace, tracer):
@@ -920,7 +924,8 @@ def replay(trace, tracer):
     seen, tree, see = [], ast.parse(trace), ast.parse("_see(_locals())").body
     first = len(tree.body) - len(tracer.lines) - 1
     tree.body[first:] = see + [statement for line in tree.body[first:] for statement in (line, *see)]
-    execute(ast.fix_missing_locations(tree), _locals=locals, _see=lambda names: seen.append(literals(names)))
+    execute(ast.fix_missing_locations(tree), __name__="__main__", _locals=locals,
+            _see=lambda names: seen.append(literals(names)))
     others = seen.pop(0)                                                  # what stands around the function
     for state, found in zip([*tracer.states, tracer.end], seen):
         names = [name for name in found if name in state or name in tracer.names and name not in others]
@@ -941,43 +946,51 @@ def split_trace(row):
 # Code from files runs in a process of its own, with limits, in a temporary folder (on Linux only; files that
 # it writes elsewhere stay). This helps against accidents. It is no protection against attacks.
 
-def limited(folder, seconds, work, arguments):
-    """In a process of its own: set limits, then write what work(*arguments) returns to a file."""
+def limited(folder, file, seconds, work, arguments):
+    """In a process of its own: set limits, then write what work(*arguments) returns to an open file."""
     try:
         import resource                                     # not on Windows
-        with open("/proc/self/statm") as file:
-            memory = int(file.read().split()[0]) * resource.getpagesize() + 2 ** 29       # 512 MB more than now
+        with open("/proc/self/statm") as pages:
+            memory = int(pages.read().split()[0]) * resource.getpagesize() + 2 ** 29      # 512 MB more than now
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
         os.setsid()                                         # a group, so that `guarded` can kill it whole
         os.chdir(folder)
         for descriptor in 0, 1, 2:
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
         os.fork = None                                      # no fork bomb by accident
+        random.seed(0)
         found = work(*arguments)
     except Rejected as why:
         found = {"reason": str(why)}
     except BaseException as error:
         found = {"reason": f"it raises {type(error).__name__}: {error}"}
-    Path(folder, ".answer").write_text(json.dumps(found))
+    json.dump(found, file)
+    file.flush()
 
 
 def guarded(work, *arguments, seconds=3):
     """work(*arguments) in a forked process with limits. -> what it returns, which JSON must be able to hold,
-    or {"reason"} if there is nothing. Raises ValueError or OSError if there can be no such process."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    or {"reason"} if there is nothing. Raises OSError if there can be no such process."""
+    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+          tempfile.TemporaryFile("w+") as file):
         context = multiprocessing.get_context("fork")
-        child = context.Process(target=limited, args=(folder, seconds, work, arguments), daemon=True)
+        child = context.Process(target=limited, args=(folder, file, seconds, work, arguments))
         child.start()
-        child.join(4 * seconds)                             # it may sleep
-        late = child.exitcode in (None, -signal.SIGXCPU, -signal.SIGKILL)
-        with contextlib.suppress(OSError):                  # there is nobody left
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
         try:
-            return json.loads(Path(folder, ".answer").read_bytes())
-        except (OSError, ValueError):
+            end = time.monotonic() + 4 * seconds            # it may sleep
+            while child.exitcode is None and time.monotonic() < end:
+                time.sleep(0.0005)
+            late = child.exitcode in (None, -signal.SIGXCPU)
+        finally:
+            with contextlib.suppress(OSError):              # there is nobody left
+                os.killpg(child.pid, signal.SIGKILL)
+            child.join()
+        try:
+            file.seek(0)
+            return json.load(file)
+        except ValueError:
             return {"reason": f"more than {seconds} s" if late else "it ends its process"}
 
 
@@ -1004,6 +1017,8 @@ def read_rows(path):
                 if name in rows:
                     raise BadInput(f"{path}, line {number}: a second row with the id {name}")
                 rows[name] = row
+    if not rows:
+        raise BadInput(f"{path} is empty: give JSON lines")
     return rows
 
 
@@ -1055,7 +1070,7 @@ def read_traces(path):
     """-> {id: row} of a file of traces. Raises ValueError, or OSError."""
     rows = read_rows(path)
     needed = {"id", "source", "call", "output", "trace", "states", "steps"}
-    if not rows or not all(needed <= {*row} for row in rows.values()):
+    if not all(needed <= {*row} for row in rows.values()):
         raise BadInput(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
     return rows
 
@@ -1105,7 +1120,7 @@ def prompt(row, kind):
 def questions(path):
     """What is asked about a file of traces: {id: (row, kind)}. Raises ValueError or OSError for a bad file."""
     return {f"{name}/{kind}": (row, kind) for name, row in read_traces(path).items() for kind in EXAMPLES
-            if kind.startswith("output") or not row["call"].endswith("()")}
+            if kind.startswith("output") or len(row["states"]) > row["steps"]}       # it has arguments
 
 
 def write_prompts(path, out):
@@ -1124,11 +1139,12 @@ def holds(row, kind, answer):
 
     The answer is evaluated with some of Python's names, and with the program's literals. It can make no class,
     so no object that equals everything."""
-    known = {name: ast.literal_eval(text) for name, text in literals(execute(row["source"])).items()}
+    memory = execute(row["source"])
+    known = {name: memory[name] for name in literals(memory)}
     known["__builtins__"] = {name: getattr(builtins, name) for name in NAMES}
     with blame("the answer"):
         text = f"(lambda *given, **named: (given, named))({answer}\n)"
-        if any(getattr(node, "attr", "").startswith("__") for node in ast.walk(ast.parse(text))):
+        if any(re.search("^__|_frame$", getattr(node, "attr", "")) for node in ast.walk(ast.parse(text))):
             raise SyntaxError
         given, named = eval(text, known)
     asked, program = ast.parse(row["call"], mode="eval").body, question(row, kind)
@@ -1151,12 +1167,13 @@ def judge(row, kind, completion):
     order. It is right if the assert holds."""
     left, right = re.search(f"(.*){HOLE}(.*)", ast.unparse(ast.parse(question(row, kind)))).groups()
     forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert (", right), (left, right)
-    start_of_answer = r"(?i)\[answer\]|\banswer is:?|\b(?:answer|output|input)\W*:"
+    start_of_answer = r"(?i)\[answer\]|\banswer is:?|\b(?:answer|output|input)[^\w'\"]*:"
     said = re.split(start_of_answer, completion.split("[/ANSWER]")[0])[-1]
     fenced, quoted = re.findall(r"```(?:\w+\n)?([^`]+)```", said), re.findall("`([^`]+)`", said)
-    texts = completion, said, *reversed(fenced), *said.split("\n"), *quoted
+    texts = dict.fromkeys([completion, said, *reversed(fenced), *said.split("\n"), *quoted])
     for (start, end), text in product(forms, texts):
-        text = text.strip("; \n`").removeprefix("**").removesuffix("**").strip().removeprefix("assert ")
+        text = text.lstrip(" \n`").rstrip(" \n`;.").removeprefix("**").removesuffix("**").strip()
+        text = text.removeprefix("assert ")
         with contextlib.suppress(MemoryError, RecursionError, SyntaxError, ValueError):       # it is no answer
             line = ast.unparse(ast.parse(f"{start}{text}\n{end}"))
             if line.startswith(left) and line.endswith(right) and line != left + right:

@@ -518,7 +518,7 @@ NASTY = [
     ("x", "1", "z: List[int] = x, 2\nw: int\nw = 3\nreturn z", "x = 1\nz = x, 2\nw = 3\nassert (z) == (1, 2)"),
     # exceptions
     ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", NAME),
-    ("x", "0", "return 1 / x", "the function raises ZeroDivisionError"),
+    ("x", "0", "return 1 / x", "calling the function raises ZeroDivisionError"),
     ("", "", "try: return 1\nfinally: return 2", "assert (2) == 2"),
     ("x", "0", "while True:\n    try: x += 1\n    except: break\nreturn x", "more than 50 steps"),
     # names and scopes
@@ -536,7 +536,11 @@ NASTY = [
     ("a, b", "*[[1]] * 2", "a.append(2)\nreturn b", ASSERTION),
     ("", "", "return set('ba'), {'b': {2, 1}}, (1,), set(), b'x', 1j, -0.0", RIGHT),
     ("x", "[]", "x.append(x)\nreturn x", "without a literal"),
-    ("", "", "import random\nreturn random.random()", ASSERTION),
+    ("", "", "import random\nreturn random.random()", "another output in another run"),
+    ("n", "1", "try: y = f(n - 1) if n else 0\nexcept: y = 1\nreturn y", "more than 1 call"),
+    ("", "", "return __name__", ASSERTION),
+    ("n", "49", "for i in range(n): pass\nreturn n", RIGHT),
+    ("n", "50", "for i in range(n): pass\nreturn n", "more than 50 steps"),
     # limits
     ("n", "3", "return 1 if n < 1 else n * f(n - 1)", "more than 1 call"),
     ("x", "'y'", "for i in range(9): x = x * 4\nreturn 1", "more than 12000 characters of state"),
@@ -550,7 +554,7 @@ AROUND = [                                            # the same, with all of th
      "print(f(1))", "2",
      "import math\nK = 3\ndef g(x):\n    return x * K\nx = 2\nassert (g(x) + math.floor(2.5)) == 8"),
     ("K = [1]\ndef f(x):\n    global K, M\n    K = K + [x]\n    M = x\n    return K", "2", RIGHT),
-    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3", ASSERTION),
+    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3", "another output in another run"),
     ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\n", "3",
      "K = 1\nK = 2\nx, y, z = 3, 1, []\nz.append(x + y)\nassert (z) == [4]"),
     ("import functools\n@functools.cache\ndef f():\n    x = 1\n    return x", "", "import functools\nx = 1\nassert (x) == 1"),
@@ -624,15 +628,15 @@ HONEST = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
 HOSTILE = {                                           # and why it has no trace, if it has none
     "import os\ndef f():\n    os.popen('sleep 0.7; touch $TMPDIR/alive')\n    return 1": "",
     "def f():\n    return 10**10**10": "more than 1 s",
-    "import time\ndef f():\n    time.sleep(99)": "more than 1 s",
-    "import os\ndef f():\n    while True:\n        os.fork()": "the function raises TypeError",
+    "import os\ndef f():\n    while True:\n        os.fork()": "calling the function raises TypeError",
     "import os\ndef f():\n    os._exit(0)": "it ends its process",
-    "def f():\n    exit()": "the function raises SystemExit",
-    "def f():\n    return len('x' * 2**30)": "the function raises MemoryError",
-    "def f():\n    open('file', 'w').write('y' * 2**24)": "the function raises OSError",
+    "import os, time\ndef f():\n    os.closerange(3, 99)\n    time.sleep(99)": "more than 1 s",
+    "def f():\n    exit()": "calling the function raises SystemExit",
+    "def f():\n    return len('x' * 2**30)": "calling the function raises MemoryError",
+    "def f():\n    open('file', 'w').write('y' * 2**24)": "calling the function raises OSError",
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
-    "def f():\n    return open('file').read()": "the function raises FileNotFoundError",
-    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "it ends its process",
+    "def f():\n    return open('file').read()": "calling the function raises FileNotFoundError",
+    "import shutil, os\ndef f():\n    shutil.rmtree(os.getcwd())": "calling the function raises FileNotFoundError",
 }
 
 
@@ -694,11 +698,13 @@ def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
         assert command(*words, cwd=HERE, env={**os.environ, "PYTHONHASHSEED": seed}).returncode == 0
         found.append((tmp_path / f"{seed}.jsonl").read_bytes())
     assert found[0] == found[1] and len(written(tmp_path / "1.jsonl")) == 2
-    for out in calls, tmp_path / "1.jsonl":
-        before = out.read_bytes()
+    (tmp_path / "new.rejected.jsonl").write_text("kept")
+    for out in calls, tmp_path / "1.jsonl", tmp_path / "new.jsonl":
+        before = out.read_bytes() if out.exists() else None
         refused = command(*words[:-1], out, cwd=HERE)
         assert refused.returncode == 2 and "exists" in refused.stderr and refused.stderr.count("\n") == 1
-        assert out.read_bytes() == before
+        assert (out.read_bytes() if out.exists() else None) == before
+    assert (tmp_path / "new.rejected.jsonl").read_text() == "kept"
 
 
 def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
@@ -800,7 +806,7 @@ VERDICTS = {                                          # for g([1, 2]), which pop
          "[*dict(a=1).values(), lambda x: x]", "*([1, 5],)", "[1] + ['__']"],
         ["[2, 1]", "1, 2", "4", "g([])", "(g := lambda x: [1])"],
         ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "nothing", LIAR,
-         "''.__class__.__class__", "exit()", "[1]) == 0 #"]),
+         "''.__class__.__class__", "(0 for x in [0]).gi_frame", "exit()", "[1]) == 0 #"]),
     "input/trace": (["[1, None]", "xs = [1, 9]", "xs=[1, 2]"], ["[2, 1]", "ys = [1, 2]"],
                     ["[1, 2]; xs = [1]", LIAR]),
 }
@@ -827,6 +833,7 @@ def test_right_answers_are_accepted_and_no_others(kind):
     ("def f(x):\n    return x", "'a'", "'b' if x else 'a'", "unreadable"),
     ("def f(a, b):\n    return a - b", "5, b=3", "(7, 5)", "right"),
     ("def f(a, b):\n    return a - b", "5, b=3", "assert f(b=4, a=6) == 2", "right"),
+    ("def f(a, b):\n    return a - b", "5, 3", "[7, 5]", "right"),
     ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong")])
 def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, verdict):
     assert data.judge(unroll(code, arguments), "input/program", said) == verdict
@@ -2252,7 +2259,7 @@ BAD = {
     "--params 3000": "at least",
     "--task arith --states linear": "transformer or contrastive",
     "--task group --states transformer": "linear or none",
-    "--task trace --trace-file /dev/null": "no traces; make some",
+    "--task trace --trace-file /dev/null": "is empty: give JSON lines",
     "--out train.py": "train.py",
     "--eval nowhere.pt --model gru": "give only",
     "--play nowhere.pt": "no such checkpoint",
