@@ -669,8 +669,8 @@ class Group(Task):
 #
 # Python itself runs the function. Hooks in its syntax tree write down each statement that has run, and the
 # locals after it, so Python does control flow and scopes. Then Python runs the trace, a script with one flat
-# namespace. If its states are not those of the function, it is rejected. Example: a helper reads a global
-# whose name is also a local's.
+# namespace. If its states are not those of the function, the call is rejected. Example: a helper reads a
+# global whose name is also a local's.
 
 class Rejected(BaseException):
     """Why a function has no trace. Not an Exception: the function could catch it."""
@@ -722,7 +722,6 @@ class Tracer(ast.NodeTransformer):
         self.source, self.function, self.call = source, function, call
         self.lines, self.states, self.last, self.end = [], [], "", {}
         self.loops, self.calls, self.extra = 0, 0, 0                      # extra: lines that are no steps
-        self.names = set()                                                # all of its variables
         function.body.append(ast.Return())                                # each call ends in the hook "back"
         self.generic_visit(function)
         function.body.insert(0, ast.Expr(self.hook("enter")))
@@ -802,13 +801,9 @@ class Tracer(ast.NodeTransformer):
 
     def line(self, value, text, names):
         self.lines.append(text)
-        self.states.append(self.state(names))
+        self.states.append(literals(names))
         self.check()
         return value
-
-    def state(self, names):
-        self.names.update(names)
-        return literals(names)
 
     def before(self, _, __, names):
         try:
@@ -823,7 +818,7 @@ class Tracer(ast.NodeTransformer):
         return self.line(holds, text, names) if self.before(None, "", names) != before else holds
 
     def back(self, value, text, names):
-        self.last, self.end = text, self.state(names)
+        self.last, self.end = text, literals(names)
         return value
 
     def check(self):
@@ -838,7 +833,7 @@ class Tracer(ast.NodeTransformer):
 
 @contextlib.contextmanager
 def blame(what):
-    """An error becomes the reason for a rejection, with what has raised it."""
+    """Turn an error into the reason for a rejection, which says what has raised it."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -846,7 +841,7 @@ def blame(what):
 
 
 def execute(program, **names):
-    """-> the namespace of a program that has run as the module traced (a dataclass looks its module up)."""
+    """Run a program, as the module `traced`: a dataclass looks its module up. -> its namespace."""
     module = sys.modules["traced"] = types.ModuleType("traced")
     vars(module).update(names)
     exec(compile(program, "<traced>", "exec", optimize=0), vars(module))
@@ -854,7 +849,7 @@ def execute(program, **names):
 
 
 def around(tree, name):
-    """The statements of a program that need neither a function, nor what needs it; no `if __name__ ==`."""
+    """The statements of a program that need neither a function nor what needs it, without `if __name__`."""
     gone, kept = {name}, []
     for statement in tree.body:
         nodes = [*ast.walk(statement)]
@@ -871,6 +866,7 @@ def around(tree, name):
 def unroll(call):
     """Run a call and write it down (P2 section 2). Executes code: see `guarded`.
 
+    There are three runs: with hooks; as it is, for the output; and of the trace, to compare the states.
     call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function). The
     input is the arguments, or the whole call.
     -> a row {"id", "source", "call", "output", "trace", "states", "steps"}. Raises Rejected."""
@@ -926,10 +922,10 @@ def replay(trace, tracer):
     tree.body[first:] = see + [statement for line in tree.body[first:] for statement in (line, *see)]
     execute(ast.fix_missing_locations(tree), __name__="__main__", _locals=locals,
             _see=lambda names: seen.append(literals(names)))
-    others = seen.pop(0)                                                  # what stands around the function
-    for state, found in zip([*tracer.states, tracer.end], seen):
-        names = [name for name in found if name in state or name in tracer.names and name not in others]
-        if {name: found[name] for name in names} != state:
+    others, states = seen.pop(0), [*tracer.states, tracer.end]            # others: around the function
+    variables = {name for state in states for name in state} - others.keys()
+    for state, found in zip(states, seen):
+        if {name: found[name] for name in found if name in variables or name in state} != state:
             raise Rejected("its trace has other states")
 
 

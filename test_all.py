@@ -476,7 +476,8 @@ def check(row):
     assert settrace_states(row) == [state for state, _ in groupby(filter(None, at_events))]
     assert "\n".join([*around, *lines, last]) == row["trace"] and len(lines) == len(told)
     assert row["steps"] == len(lines) - (not row["call"].endswith("()")) <= 50
-    memory, future = {"__name__": "__main__"}, __future__.annotations.compiler_flag * ("__future__" in row["trace"])
+    memory = {"__name__": "__main__"}
+    future = __future__.annotations.compiler_flag if "__future__" in row["trace"] else 0
     exec("\n".join(around), memory)
     for line, state in zip(lines, told):
         exec(compile(line, "", "exec", future), memory)
@@ -504,7 +505,8 @@ NASTY = [
     ("s", "'abc'", "while (n := len(s)) > 2: s = s[1:]\nif m := n: pass\nreturn m", RIGHT),
     ("xs", "[1, 2]", "it = iter(xs)\nif next(it) > 0: return next(it)",
      "xs = [1, 2]\nit = iter(xs)\nnext(it) > 0\nassert (next(it)) == 2"),
-    ("x", "[2, 0]", "import collections\nq, n = collections.deque(x), 0\nwhile q.popleft(): n += 1\nreturn n",
+    ("x", "[2, 0]",
+     "import collections\nq, n = collections.deque(x), 0\nwhile q.popleft(): n += 1\nreturn n",
      "x = [2, 0]\nimport collections\nq, n = collections.deque(x), 0\nq.popleft()\nn += 1\nq.popleft()\n"
      "assert (n) == 1"),
     ("x", "'ab'", "import re\nif m := re.search('b', x): return m.start()",
@@ -554,15 +556,17 @@ AROUND = [                                            # the same, with all of th
      "print(f(1))", "2",
      "import math\nK = 3\ndef g(x):\n    return x * K\nx = 2\nassert (g(x) + math.floor(2.5)) == 8"),
     ("K = [1]\ndef f(x):\n    global K, M\n    K = K + [x]\n    M = x\n    return K", "2", RIGHT),
-    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3", "another output in another run"),
+    ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3",
+     "another output in another run"),
     ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\n", "3",
      "K = 1\nK = 2\nx, y, z = 3, 1, []\nz.append(x + y)\nassert (z) == [4]"),
-    ("import functools\n@functools.cache\ndef f():\n    x = 1\n    return x", "", "import functools\nx = 1\nassert (x) == 1"),
+    ("import functools\n@functools.cache\ndef f():\n    x = 1\n    return x", "",
+     "import functools\nx = 1\nassert (x) == 1"),
     # an argument line without literals
     ("def f(x, y=float('-inf'), *, none=object()):\n    return y < x is not none", "3",
      "x, y, none = 3, float('-inf'), object()\nassert (y < x is not none) == True"),
-    ("def f(xs, key, kind=int, *rest):\n    return sorted(map(kind, xs), key=key), len(rest)", "'21', abs, int, max",
-     "xs, key, kind, rest = '21', abs, int, (max,)\nassert (sorted(map(kind, xs), key=key), len(rest)) == ([1, 2], 1)"),
+    ("def f(xs, key, kind=int, *rest):\n    return max(map(kind, xs), key=key) + len(rest)", "'21', abs, int, max",
+     "xs, key, kind, rest = '21', abs, int, (max,)\nassert (max(map(kind, xs), key=key) + len(rest)) == 3"),
     ("def f(**functions):\n    return len(functions)", "a=len", "an argument without a literal"),
     # annotations, modules
     ("from __future__ import annotations\nclass P:\n    def me(self: P) -> P: return self\ndef f(x):\n"
@@ -570,7 +574,8 @@ AROUND = [                                            # the same, with all of th
     ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n    next: 'P' = None\ndef f(x):\n"
      "    p = P(x, P(4))\n    return p.next.x", "3", RIGHT),
     # what stands around it
-    ("def g(f):\n    return f + 1\ndef f(x):\n    return g(x)", "1", "def g(f):\n    return f + 1\nx = 1\nassert (g(x)) == 2"),
+    ("def g(f):\n    return f + 1\ndef f(x):\n    return g(x)", "1",
+     "def g(f):\n    return f + 1\nx = 1\nassert (g(x)) == 2"),
     ("def f(x):\n    return x\nONE = f(1)\nTWO = ONE + 1\ndef main():\n    print(f(2), TWO)\n"
      "if __name__ == '__main__':\n    main()\nK = 5", "3", "K = 5\nx = 3\nassert (x) == 3"),
     ("def g(x):\n    return f(x - 1)\ndef f(x):\n    return x and g(x)", "2", NAME),
@@ -713,8 +718,10 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
     mbpp = {"task_id": 7, "code": "class Two:\n    x = 2\ndef add(a, b):\r\n    return a + b",
             "test_setup_code": "root = Two().x", "test_imports": ["import math"], "test_list": tests}
     live = {"code": "def h(x):\n    return 0\ndef f(x):\n    return x", "input": "h(x=4)", "function_name": "h"}
-    counts = {"code": "import collections\ndef f(x):\n    return collections.Counter(x)", "input": "'aa'", "output": "{'a': 2}"}
-    rows = ["", mbpp, {"code": "def f(): pass"}, HONEST, live, live | {"name": "f", "id": 9}, counts, live | {"name": "g", "id": "g"}]
+    counts = {"code": "import collections\ndef f(x):\n    return collections.Counter(x)", "input": "'aa'",
+              "output": "{'a': 2}"}
+    rows = ["", mbpp, {"code": "def f(): pass"}, HONEST, live, live | {"name": "f", "id": 9}, counts,
+            live | {"name": "g", "id": "g"}]
     path = write(tmp_path / "calls.jsonl", rows)
     data.write_traces(path, tmp_path / "out.jsonl")
     found = {row["id"]: row for row in written(tmp_path / "out.jsonl")}
@@ -725,7 +732,8 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
     for name, row in found.items():
         if name != "line 7":                          # there, only Counter == dict holds
             check(row)
-    test, keys = "a test that is not assert name(input) == output", "no code and input, and no code, task_id and test_list"
+    test = "a test that is not assert name(input) == output"
+    keys = "no code and input, and no code, task_id and test_list"
     rejected = written(tmp_path / "out.rejected.jsonl")
     assert {row["id"]: row["reason"] for row in rejected} == {
         "7/2": test, "7/3": "its output is not what the row says", "7/4": test, "line 3": keys,
