@@ -250,7 +250,7 @@ class Task:
 
     def text(self, memory):
         """The state as text: a=3, b=[1, 2]."""
-        return state_text(literals({name: x for name, x in memory.items() if not name.startswith("__")}))
+        return state_text(literals(memory))
 
     def see(self, memory, source):
         """The state after the line `source`: None, text, or classes. Raises ValueError for bad slots."""
@@ -702,7 +702,7 @@ def literal(x, inside=()):
 
 def literals(names):
     """{name: value} -> {name: literal}, without functions, modules, objects: they have no literal."""
-    found = {name: literal(value) for name, value in names.items()}
+    found = {name: literal(value) for name, value in names.items() if name != "__builtins__"}
     return {name: text for name, text in found.items() if text is not None}
 
 
