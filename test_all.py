@@ -622,7 +622,7 @@ def test_777_functions_of_cruxeval_have_the_states_that_settrace_sees(tmp_path):
     data.write_traces(os.environ["CRUXEVAL"], tmp_path / "out.jsonl")
     rows = data.read_traces(tmp_path / "out.jsonl")
     assert len(rows) >= 777
-    for row in rows:
+    for row in rows.values():
         check(row)
 
 
