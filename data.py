@@ -1159,8 +1159,8 @@ def judge(row, kind, completion):
     """Whether a completion is "right", "wrong" or "unreadable". Raises OSError as `guarded` does.
 
     The answer is the line of the ??, whole (assert f(1) == 17) or in part (f(1) == 17, == 17), or else what
-    stands for the ?? alone (17). It is all of the text, or in a fence, or one line, or in backticks, in this
-    order. It is right if the assert holds."""
+    stands for the ?? alone (17). It is all of the text, or of what follows the last "answer:"; or there in a
+    fence, or one line, or in backticks, in this order. It is right if the assert holds."""
     left, right = re.search(f"(.*){HOLE}(.*)", ast.unparse(ast.parse(question(row, kind)))).groups()
     forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert (", right), (left, right)
     start_of_answer = r"(?i)\[answer\]|\banswer is:?|\b(?:answer|output|input)[^\w'\"]*:"
