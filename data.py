@@ -51,7 +51,6 @@ from collections import Counter
 from functools import lru_cache
 from itertools import accumulate, combinations, islice, product
 from math import factorial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -1133,7 +1132,7 @@ NAMES = "abs bool bytes chr dict float int len list max min ord range reversed s
 def holds(row, kind, answer):
     """Whether a program's assert holds with an answer. Raises Rejected, or what the program raises.
 
-    The answer is evaluated with some of Python's names, and with the program's literals. It can make no class,
+    The answer is evaluated with some of Python's names, and with the program's constants. It can make no class,
     so no object that equals everything."""
     memory = execute(row["source"])
     known = {name: memory[name] for name in literals(memory)}
