@@ -662,17 +662,17 @@ class Group(Task):
 # ----------------------------------------------------------------------------------------------------------
 # trace: a function and its input, unrolled into the lines that run (P2 section 2, appendix A)
 #
-#     for x in xs:        xs = [1, 2]
+#     for x in xs:        xs, n = [1, 2], 0
 #         n += x     ->   forloop0 = iter((xs))
 #     return n            x = next(forloop0)  ...  assert (n) == 3
 #
 # Python itself runs the function. Hooks in its syntax tree write down each statement that has run, and the
 # locals after it, so Python does control flow and scopes. Then Python runs the trace, a script with one flat
-# namespace. If its states are not those of the function, the call is rejected. Example: a helper reads a
-# global whose name is also a local's.
+# namespace. If its states differ from the function's, the call is rejected, as when a helper reads a global
+# that is also a local's name.
 
 class Rejected(BaseException):
-    """Why a function has no trace. Not an Exception: the function could catch it."""
+    """Why a call is rejected. Not an Exception: the function could catch it."""
 
 
 def literal(x, inside=()):
@@ -788,7 +788,7 @@ class Tracer(ast.NodeTransformer):
             self.line(None, f"{', '.join(names)} = {', '.join(values[name] for name in names)}", names)
 
     def arguments(self):
-        """{parameter: source of its argument or default}, for those that have no literal."""
+        """{parameter: source of its argument or default}, used if it has no literal."""
         given, arguments = self.function.args, self.call.args
         names = [x.arg for x in given.posonlyargs + given.args]
         nodes = dict(zip(reversed(names), reversed(given.defaults)))
@@ -807,7 +807,7 @@ class Tracer(ast.NodeTransformer):
     def before(self, _, __, names):
         try:
             return pickle.dumps(names)
-        except Exception:                                                 # as for a function
+        except Exception:                                                 # as for a lambda
             return repr(names)
 
     def test(self, before_and_value, text, names):
@@ -885,11 +885,11 @@ def unroll(call):
     kept, failure, again = around(tree, name), None, None
     tree.body = [x for x in tree.body if x in kept or x is functions[name]]
     tracer = Tracer(source, functions[name], expression)
-    try:                                                                  # first, as this ends after 50 steps
+    try:                                                                  # first: hooks end endless loops
         again = eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
         tracer.check()                                                    # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
-        failure = error.with_traceback(None)                              # is it the function's own?
+        failure = error.with_traceback(None)                              # raised below, if it is ours
     with blame("the code"):
         memory = execute(source)
     with blame("calling the function"):
@@ -898,7 +898,7 @@ def unroll(call):
         expected = eval(call["output"], memory) if call.get("output") else value
         if value != expected:
             raise Rejected("its output is not what the row says")
-    output = literal(value) or literal(expected)                          # a Counter equals a dict's literal
+    output = literal(value) or literal(expected)                          # a Counter has none, an equal dict has
     if output is None:
         raise Rejected("an output without a literal")
     with blame("its trace"):
@@ -974,7 +974,7 @@ def guarded(work, *arguments, seconds=3):
         child = context.Process(target=limited, args=(folder, file, seconds, work, arguments))
         child.start()
         try:
-            end = time.monotonic() + 4 * seconds            # it may sleep
+            end = time.monotonic() + 4 * seconds            # join() hangs if the child closes its files
             while child.exitcode is None and time.monotonic() < end:
                 time.sleep(0.0005)
             late = child.exitcode in (None, -signal.SIGXCPU)
@@ -1028,7 +1028,7 @@ def calls_in(name, row):
         call = {"id": name, "code": row["code"] + "", "input": row["input"] + ""}
         return [call | {"name": row.get("name", row.get("function_name")), "output": row.get("output")}]
     except (AttributeError, KeyError, TypeError):
-        return [{"id": name, "reason": "no code and input, and no code, task_id and test_list"}]
+        return [{"id": name, "reason": "neither code and input, nor code and test_list"}]
 
 
 def parts(test, code):
@@ -1130,10 +1130,10 @@ NAMES = "abs bool bytes chr dict float int len list max min ord range reversed s
 
 
 def holds(row, kind, answer):
-    """Whether a program's assert holds with an answer. Raises Rejected, or what the program raises.
+    """True if a program's assert holds with an answer; else raises Rejected, or what the program raises.
 
-    The answer is evaluated with some of Python's names, and with the program's constants. It can make no class,
-    so no object that equals everything."""
+    The answer is evaluated with some of Python's names, and with the program's constants: it can hardly make an
+    object that equals everything."""
     memory = execute(row["source"])
     known = {name: memory[name] for name in literals(memory)}
     known["__builtins__"] = {name: getattr(builtins, name) for name in NAMES}
@@ -1155,7 +1155,7 @@ def holds(row, kind, answer):
 
 
 def judge(row, kind, completion):
-    """Whether a completion is "right", "wrong" or "unreadable". Raises OSError as `guarded` does.
+    """-> "right", "wrong" or "unreadable", of a completion. Raises OSError as `guarded` does.
 
     The answer is the line of the ??, whole (assert f(1) == 17) or in part (f(1) == 17, == 17), or else what
     stands for the ?? alone (17). It is all of the text, or of what follows the last "answer:"; or there in a
@@ -1175,7 +1175,7 @@ def judge(row, kind, completion):
                 found = guarded(holds, row, kind, line[len(left):len(line) - len(right)])
                 if found is True:
                     return "right"
-                if not found["reason"].startswith("the answer raises"):                        # as prose does
+                if not found["reason"].startswith("the answer raises"):   # as a word of prose does
                     return "wrong"
     return "unreadable"
 
@@ -1342,8 +1342,9 @@ def main(argv=None):
     try:
         if args.samples < 1:
             raise BadInput("--samples: give a number above 0")
-        if args.out and os.path.exists(args.out):
-            raise BadInput(f"{args.out} exists: choose another --out")
+        for name in [args.out, f"{os.path.splitext(args.out)[0]}.rejected.jsonl"] if args.out else []:
+            if os.path.exists(name):
+                raise BadInput(f"{name} exists: choose another --out")
         if not (args.file or args.out) and args.task in TASKS:
             samples(args)
         elif args.task == "trace" and args.file and args.out and args.allow_exec:

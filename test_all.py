@@ -733,7 +733,7 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
         if name != "line 7":                          # there, only Counter == dict holds
             check(row)
     test = "a test that is not assert name(input) == output"
-    keys = "no code and input, and no code, task_id and test_list"
+    keys = "neither code and input, nor code and test_list"
     rejected = written(tmp_path / "out.rejected.jsonl")
     assert {row["id"]: row["reason"] for row in rejected} == {
         "7/2": test, "7/3": "its output is not what the row says", "7/4": test, "line 3": keys,
