@@ -107,11 +107,16 @@ class LinearAttention(nn.Module):
 
     def project(self, x):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
-        y = F.silu(self.qkv(x)).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
+        y = self.qkv(x).unflatten(-1, (-1, self.n_head, self.head_dim))           # (B, T, 1 + 2*steps, H, K)
         q, k, v = y.split((1, self.steps, self.steps), 2)
+        q, k, v = F.silu(q), self.key(k), F.silu(v)
         q = F.normalize(q.flatten(1, 2), dim=-1).to(y.dtype)            # autocast would leave it in fp32
         k = F.normalize(k.flatten(1, 2), dim=-1).to(y.dtype)
         return q, k, v.flatten(1, 2)
+
+    def key(self, z):
+        """(..., K) -> (..., K), of any length"""
+        return F.silu(z)
 
     def scan(self, x, q, k, v, S):
         return decay_scan(q, k, v, state=S)
@@ -122,19 +127,43 @@ class LinearAttention(nn.Module):
         return self.out(self.norm(o).flatten(2)), state
 
 
-class DeltaNet(LinearAttention):
-    """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537."""
-    beta_shift = 0                                                      # added before the sigmoid
+def gate(z):
+    """A sigmoid that reaches 0 and 1: in z from -2 to 2 a straight line, else 0 or 1. Its gradient is the sigmoid's
+    (straight-through, 1308.3432), so that it can leave 0 and 1 again."""
+    soft = torch.sigmoid(z.float())
+    return soft + ((0.5 + z / 4).clamp(0, 1) - soft).detach()
 
+
+class DeltaNet(LinearAttention):
+    """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537.
+
+    With cfg.gates = "exact", ours: gates in betas, in front of v, and in a hidden layer of keys."""
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.beta_max = cfg.beta_max
+        self.beta_max, self.gates = cfg.beta_max, cfg.gates
         self.to_beta = Linear(cfg.d_model, self.steps * cfg.n_head, bias=True)
+        if self.gates not in ("sigmoid", "clamp"):
+            self.to_write = Linear(cfg.d_model, self.steps * cfg.n_head, bias=True)
+        if self.gates == "exact":
+            self.to_key = Linear(self.head_dim, self.head_dim)
 
     def beta(self, x):
-        """(B, T, D) -> (B, T*steps, H) in (0, beta_max); 1 - beta is the eigenvalue along k."""
-        beta = self.beta_max * torch.sigmoid(self.to_beta(x).float() + self.beta_shift)
+        """(B, T, D) -> (B, T*steps, H) from 0 to beta_max; 1 - beta is the eigenvalue along k."""
+        z = self.to_beta(x).float()
+        beta = self.beta_max * (torch.sigmoid(z) if self.gates == "sigmoid" else gate(z))
+        if self.gates == "round":
+            beta = beta + (beta.round() - beta).detach()
         return beta.view(x.shape[0], -1, self.n_head)
+
+    def key(self, z):
+        return self.to_key(gate(z) - 0.5) if self.gates == "exact" else F.silu(z)
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        if self.gates not in ("sigmoid", "clamp"):
+            self.write = gate(self.to_write(x)).view(x.shape[0], -1, self.n_head)
+            v = v * self.write[..., None]
+        return q, k, v
 
     def scan(self, x, q, k, v, S):
         return delta_rule(q, k, v, self.beta(x), state=S)
@@ -176,11 +205,20 @@ class DeltaProduct(DeltaNet):
         return o[:, self.steps - 1::self.steps], S                      # after each token's last step
 
 
-class SSM(DeltaNet):
+class SSM(LinearAttention):
     """Dao and Gu 2405.21060, Mamba-2's shape: the whole state is multiplied by 1 - beta, whatever the key.
     Unlike Mamba's exp(-dt), 1 - beta is negative where beta is above 1. As in Mamba, beta starts near 0, so
     that the state is kept."""
-    beta_shift = -6
+    beta_start = -6                                                     # before the sigmoid
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.beta_max = cfg.beta_max
+        self.to_beta = Linear(cfg.d_model, cfg.n_head, bias=True)
+
+    def beta(self, x):
+        """(B, T, D) -> (B, T, H) in (0, beta_max)"""
+        return self.beta_max * torch.sigmoid(self.to_beta(x).float() + self.beta_start)
 
     def scan(self, x, q, k, v, S):
         beta = self.beta(x)
@@ -450,7 +488,7 @@ class LinearHead(nn.Linear):
 
     def __init__(self, cfg, n_slots, n_classes):
         super().__init__(cfg.d_model, n_slots * n_classes, bias=False)
-        self.n_slots = n_slots
+        self.n_slots, self.smooth = n_slots, cfg.smooth
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden):
@@ -462,7 +500,8 @@ class LinearHead(nn.Linear):
         logits = self(hidden[batch.line_end]).float()                   # (N, n_slots, n_classes)
         if batch.belief is None:
             label = batch.state[batch.line_end]                         # (N, n_slots)
-            return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-1)
+            return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-1,
+                                   label_smoothing=self.smooth)
         belief = batch.belief[batch.line_end]                           # (N, n_classes)
         known = belief.sum(-1) > 0
         return F.cross_entropy(logits[known, 0], belief[known])
@@ -521,56 +560,70 @@ class ContrastiveHead(nn.Module):
 # ----------------------------------------------------------------------------------------------------------
 # Why it works: the same model, its weights written by hand
 
-def by_hand(task, places=2):
-    """A one-layer DeltaNet that executes swaps, its weights written down, nothing trained. `task` is a
-    data.Repl with moves="swap", else ValueError. It predicts the printed values, no other token.
+def by_hand(task):
+    """A one-layer DeltaNet with exact gates that executes commands, its weights written down, nothing trained.
+    `task` is a data.Repl, else ValueError. It predicts the printed values, no other token.
 
-    Rows of the state are variables, columns are digits. A key is this token minus the tokens two and three
-    before it. At the first c of "a, c = c, a" it is e_c - e_a, and beta = 2 reflects: rows a and c are
-    swapped. At the digit of "a = 5", or of a printed "a 5", it is -e_a, and beta = 1 writes. At all other
-    tokens beta or the key is zero, so nothing is written: equal names cancel ("c = c", "c', c"), and two or
-    three tokens after a newline, or three after " = ", the key is so negative that SiLU returns 0.
+    Rows of the state: each variable x has new_x, which holds its value, and old_x, which is empty between two
+    commands. Columns are digits. All betas are 2, and most keys are 0: then nothing happens. With two rows as its
+    key, a step lets them change places, and changes their signs. With m names on each side of a command:
 
-    Each variable has two equal rows, so that a swap's unit key has the entries +-1/2, which fp32 holds
-    exactly, unlike 1/sqrt(2). With one row (places=1) each swap rounds, and the errors add up."""
-    if getattr(task, "moves", None) != "swap":
-        raise ValueError("by_hand needs a data.Repl with moves='swap'")
-    n, D = task.n_vars, 64
-    near, far = 2.0 ** -30, 2.0 ** 10                                   # near 0 SiLU(x) = x / 2
-    cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=4, beta_max=2.0,
-                          states="none")
+        at a name x left of =:              new_x, old_x    what x holds waits in old_x, with a minus
+        at the token after x right of =:    old_x, new_y    y, 2m tokens before x, takes it, with a plus
+
+    At the digit of "x = 5" the key is new_x, and the digit is written into the empty row. Each row is there twice:
+    then a reflection's key has four entries of 1/2, which fp32 holds exactly, unlike 1/sqrt(2): no step rounds."""
+    if type(task).__name__ != "Repl":
+        raise ValueError("by_hand needs a data.Repl")
+    n, D, huge = task.n_vars, 64, 2.0 ** 30
+    m = 2 if task.moves == "swap" else n
+    cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=2 * m + 2, beta_max=2.0,
+                          gates="exact", states="none")
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
     for parameter, p in lm.named_parameters():
         p.fill_(1.0 if "norm" in parameter else 0.0)
-    mixer, conv = lm.blocks[0].mixer, lm.blocks[0].conv.weight          # conv: three tokens ago, ..., now
+    mixer, conv = lm.blocks[0].mixer, lm.blocks[0].conv.weight          # conv[-1 - d]: of the token d before
 
-    encode = task.tokenizer.encode
-    names = [encode(name)[0] for name in task.names]
-    digits = [encode(str(value))[0] for value in range(1, n + 1)]
-    ends = [encode("\n")[0], encode(" = ")[0]]
-    # Indices of embedding entries. A name has three, each with its own convolution.
-    before, key, name, digit = 1 + torch.arange(4 * n).view(4, n)
-    end, other = [D - 2, D - 1], 0
-    embed, one_hot = lm.embed.weight, torch.eye(D)
-    embed[:] = one_hot[other]
-    embed[ends] = one_hot[other] + one_hot[end]
-    embed[names] = one_hot[before] + one_hot[key] + one_hot[name]
-    embed[digits] = one_hot[digit]
+    def ids(*words):
+        return [task.tokenizer.encode(word)[0] for word in words]
 
-    conv[3, before] = -1                                                # minus the token itself,
-    conv[2, before] = 1                                                 # plus the one before it
-    for entries in (key, end):
-        conv[:2, entries] = -1                                          # itself minus three ago and two ago
+    # What an embedding says, an entry each: which name or digit it is, and whether it is a name, ends one, or is one of
+    # the tokens that begin the left side of a command (+1), its right side, or a print (-1).
+    here, back1, back2, back_far, digit = torch.arange(5 * n).view(5, n)
+    one, named, stop, side, rest = range(5 * n, 5 * n + 5)
+    embed, digits, names = lm.embed.weight, ids(*"123456789"[:n]), ids(*task.names)
+    embed[:, one] = 1
+    for entries in (here, back1, back2, back_far, named):
+        embed[names, entries] = 1
+    embed[digits, digit] = 1
+    embed[ids(", ", "\n"), stop] = 1
+    embed[ids(">>> ", " = ", "print('"), side] = torch.tensor([1.0, -1, -1])
+    embed[:, rest] = (D - embed.square().sum(1)).sqrt()                 # then RMSNorm changes nothing
+    # The convolution looks back: at the name 1, 2, and 2m + 1 tokens ago, and at the last token that begins something.
+    for entries, back in (back1, 1), (named, 1), (back2, 2), (back_far, 2 * m + 1):
+        conv[-1, entries], conv[-1 - back, entries] = -1, 1
+    conv[:, side] = 2.0 ** torch.arange(-2 * m - 1, 1)
+    conv[-1, side] = -1
+
+    # Four bits per variable; bit 4n is always 1. A bit is 1 where its row of k, times what the convolution saw, is positive.
     q, k, v = mixer.qkv.weight.split(D)                                 # views, (D, D) each
-    for row in range(n * places):
-        q[row, before[row % n]] = near                                  # the name before a printed value
-        k[row, key[row % n]] = near
-        k[row, end] = far
-    variable = torch.arange(n)
-    v[variable, digit] = 1
-    mixer.to_beta.weight[0, name] = far                                 # beta is 2 at a name,
-    mixer.to_beta.weight[0, other] = -far                               # 0 at others, and 1 at a digit
-    mixer.out.weight[digit, variable] = -1                              # minus: it was written to key -e_a
+    x = torch.arange(n)
+    left, right, takes, assigned = torch.arange(4 * n).view(4, n)
+    k[left, here], k[left, side], k[left, one] = 2, 1, -2
+    k[right, back1], k[right, stop], k[right, side], k[right, one] = 2, 2, -1, -4
+    k[takes, back_far], k[takes, named], k[takes, stop], k[takes, side], k[takes, one] = 2, 2, 2, -1, -6
+    k[assigned, back2], k[assigned, side], k[assigned, one] = 1, -2, -2.5
+    k[assigned[:, None], digit] = 1
+    k[4 * n, one] = 1
+    k *= huge
+    key = mixer.to_key.weight
+    for new, old in (x, x + 2 * n), (x + n, x + 3 * n):
+        key[new, left] = key[old, left] = key[old, right] = key[new, takes] = key[new, assigned] = 1
+        q[new, back1] = 1                                               # the name before a printed value
+    key[:, 4 * n] = key.sum(1)                                          # a key is made of bits minus 1/2
+    v[x, digit] = 1
+    mixer.to_beta.bias[:] = mixer.to_write.bias[:] = huge
+    mixer.out.weight[digit, x] = 1
     lm.head.weight[digits, digit] = 8
     return lm
 

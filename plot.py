@@ -324,40 +324,39 @@ def filters(args):
 
 @torch.no_grad()
 def states_by_hand(sources, beta):
-    """The state of models.by_hand after each of these lines, (n, n) each: rows are variables, columns digits.
-    beta: 2 or 1, at the key of a swap."""
-    task = Repl(moves="swap")
+    """What models.by_hand holds after each of these lines, (n, n) each: rows are variables, columns digits.
+    beta: 2, or 1 as with --beta-max 1."""
+    task = Repl()
     lm = by_hand(task)
-    if beta == 1:
-        lm.blocks[0].mixer.to_beta.weight.clamp_(max=0)     # at a name, 2 sigmoid(0) = 1
+    lm.blocks[0].mixer.beta_max = beta
     state, found = None, []
     for source in sources:
         tokens = task.tokenizer.encode(f"{task.prompt}{source}\n")
         _, state = lm(torch.tensor([tokens]), state)
         [(_, S)] = state
-        found.append(-S[0, 0, :task.n_vars, :task.n_vars].numpy())    # stored under -e_a
+        found.append(S[0, 0, :task.n_vars, :task.n_vars].numpy())
     return found
 
 
 def headline(args):
-    """Left: what the state of models.by_hand holds while it reads swaps, with beta 2 and with beta 1. Right:
+    """Left: what the state of models.by_hand holds while it reads commands, with beta 2 and with beta 1. Right:
     accuracy over the commands of a long trace: at each power of 2, the mean of answers since the power
     before (P1 Fig. 4, left)."""
     figure = plt.figure(figsize=(12, 4.5))
     left, right = figure.subfigures(1, 2, width_ratios=[1.1, 1])
-    swaps = ["a, c = c, a", "b, e = e, b", "c, d = d, c"]
-    sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + swaps
-    titles = {2: "beta 2 reflects: two rows of the memory change places",
-              1: "beta 1: both rows become their mean"}
+    commands = ["a, b, c, d, e = c, b, a, d, e", "a, b, c, d, e = b, e, d, c, a", "a, b, c, d, e = e, d, c, b, a"]
+    sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + commands
+    titles = {2: "beta 2 reflects: rows of the memory change places",
+              1: "beta 1: rows become their mean, and fade"}
     for panel, (beta, title) in zip(left.subfigures(2, 1), titles.items()):
         panel.suptitle(title, fontsize=11)
         states = states_by_hand(sources, beta)[-4:]
-        for axes, S, command in zip(panel.subplots(1, 4, sharey=True), states, ["at first", *swaps]):
+        for axes, S, command in zip(panel.subplots(1, 4, sharey=True), states, ["at first", *commands]):
             axes.imshow(S / states[0].max(), vmin=0, vmax=1.4, cmap="Blues")
             axes.grid(False)
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
-            axes.set_title(command, fontsize=9)
+            axes.set_title(command.replace(" = ", "\n= "), fontsize=8)
             axes.set_xlabel("value", fontsize=8)
     axes, curves = right.subplots(), defaultdict(list)
     rows = evaluations(args, f"row of {args.at}", lambda stage: stage == parse_stages(args.at)[0])

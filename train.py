@@ -78,7 +78,9 @@ class Config:
     n_head: int = 1                # heads, of width d_model / n_head
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
+    gates: str = "exact"           # delta mixers: exact, or sigmoid, clamp, write, cost, round
     n_householder: int = 2         # deltaproduct: reflections per token
+    smooth: float = 0.1            # label smoothing of the linear state head: its loss never comes to rest
     states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
     # training
     reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
@@ -169,6 +171,8 @@ def losses(task, model, batch):
     terms = {"next": nats.sum() / (batch.target != PAD).sum(), "reveal": nats[batch.asked].mean()}
     if task.states in ("linear", "transformer", "contrastive"):
         terms["state"] = model.to_state.loss(model, hidden, batch)
+    if model.blocks[0].mixer.__dict__.get("gates") in ("cost", "round"):
+        terms["write"] = 0.2 * sum(block.mixer.write.mean() for block in model.blocks)
     return terms, answers(task, batch, logits.argmax(-1) == batch.target)
 
 
@@ -186,12 +190,13 @@ def evaluate(model, task, stage, cfg):
         for start in range(0, right.shape[1], SEGMENT):
             here = slice(start, start + SEGMENT)
             target, asked = batch.target[:, here], batch.asked[:, here]
+            needed = asked | batch.state_in_text[:, here]
             with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                 hidden, state = model(batch.tokens[:, here], state)
-                logits = model.head(hidden)
-            right[:, here] = logits.argmax(-1) == target
+                logits = model.head(hidden[needed])
+            right[:, here][needed] = logits.argmax(-1) == target[needed]
             if batch.predictive is not None:
-                said = logits[asked], target[asked], batch.predictive[:, here][asked]
+                said = logits[asked[needed]], target[asked], batch.predictive[:, here][asked]
                 scores[:, here][asked.cpu()] = compare(*(x.cpu() for x in said))
         rows.append(answers(task, batch, right).cpu())
         nats.append(scores[batch.asked.cpu()])
@@ -515,7 +520,7 @@ def play(path, **changes):
 # python train.py
 
 HAVE = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
+CHOICES = {"gates": ["exact", "sigmoid", "clamp", "write", "cost", "round"], "task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": [name for name, there in HAVE.items() if there]}
 MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
