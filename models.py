@@ -209,8 +209,6 @@ class SSM(LinearAttention):
     """Dao and Gu 2405.21060, Mamba-2's shape: the whole state is multiplied by 1 - beta, whatever the key.
     Unlike Mamba's exp(-dt), 1 - beta is negative where beta is above 1. As in Mamba, beta starts near 0, so
     that the state is kept."""
-    beta_start = -6                                                     # before the sigmoid
-
     def __init__(self, cfg):
         super().__init__(cfg)
         self.beta_max = cfg.beta_max
@@ -218,7 +216,7 @@ class SSM(LinearAttention):
 
     def beta(self, x):
         """(B, T, D) -> (B, T, H) in (0, beta_max)"""
-        return self.beta_max * torch.sigmoid(self.to_beta(x).float() + self.beta_start)
+        return self.beta_max * torch.sigmoid(self.to_beta(x).float() - 6)
 
     def scan(self, x, q, k, v, S):
         beta = self.beta(x)
@@ -587,31 +585,33 @@ def by_hand(task):
     def ids(*words):
         return [task.tokenizer.encode(word)[0] for word in words]
 
-    # What an embedding says, an entry each: which name or digit it is, and whether it is a name, ends one, or is one of
-    # the tokens that begin the left side of a command (+1), its right side, or a print (-1).
-    here, back1, back2, back_far, digit = torch.arange(5 * n).view(5, n)
-    one, named, stop, side, rest = range(5 * n, 5 * n + 5)
-    embed, digits, names = lm.embed.weight, ids(*"123456789"[:n]), ids(*task.names)
+    # What an embedding says, an entry each: which name it is (four times), which digit; whether it stands behind a name;
+    # whether it begins the left side of a command (1), its right side, or a print (-1).
+    here, back1, back2, far, digit = torch.arange(5 * n).view(5, n)
+    one, stop, side, rest = range(5 * n, 5 * n + 4)
+    embed, digits = lm.embed.weight, ids(*"123456789"[:n])
     embed[:, one] = 1
-    for entries in (here, back1, back2, back_far, named):
-        embed[names, entries] = 1
+    for entries in (here, back1, back2, far):
+        embed[ids(*task.names), entries] = 1
     embed[digits, digit] = 1
     embed[ids(", ", "\n"), stop] = 1
     embed[ids(">>> ", " = ", "print('"), side] = torch.tensor([1.0, -1, -1])
     embed[:, rest] = (D - embed.square().sum(1)).sqrt()                 # then RMSNorm changes nothing
     # The convolution looks back: at the name 1, 2, and 2m + 1 tokens ago, and at the last token that begins something.
-    for entries, back in (back1, 1), (named, 1), (back2, 2), (back_far, 2 * m + 1):
+    for entries, back in (back1, 1), (back2, 2), (far, 2 * m + 1):
         conv[-1, entries], conv[-1 - back, entries] = -1, 1
     conv[:, side] = 2.0 ** torch.arange(-2 * m - 1, 1)
     conv[-1, side] = -1
 
-    # Four bits per variable; bit 4n is always 1. A bit is 1 where its row of k, times what the convolution saw, is positive.
+    # A key's hidden layer has four bits for each variable. A bit is 1 where its row of k, applied to what the convolution
+    # gives, is positive, else 0. The last bit is always 1, as to_key is applied to bits minus 1/2.
     q, k, v = mixer.qkv.weight.split(D)                                 # views, (D, D) each
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
     k[left, here], k[left, side], k[left, one] = 2, 1, -2
     k[right, back1], k[right, stop], k[right, side], k[right, one] = 2, 2, -1, -4
-    k[takes, back_far], k[takes, named], k[takes, stop], k[takes, side], k[takes, one] = 2, 2, 2, -1, -6
+    k[takes, far], k[takes, stop], k[takes, side], k[takes, one] = 2, 2, -1, -6
+    k[takes[:, None], back1] = 2
     k[assigned, back2], k[assigned, side], k[assigned, one] = 1, -2, -2.5
     k[assigned[:, None], digit] = 1
     k[4 * n, one] = 1
@@ -620,7 +620,7 @@ def by_hand(task):
     for new, old in (x, x + 2 * n), (x + n, x + 3 * n):
         key[new, left] = key[old, left] = key[old, right] = key[new, takes] = key[new, assigned] = 1
         q[new, back1] = 1                                               # the name before a printed value
-    key[:, 4 * n] = key.sum(1)                                          # a key is made of bits minus 1/2
+    key[:, 4 * n] = key.sum(1)
     v[x, digit] = 1
     mixer.to_beta.bias[:] = mixer.to_write.bias[:] = huge
     mixer.out.weight[digit, x] = 1
@@ -650,8 +650,8 @@ def in_pieces(model, tokens, length):
 
 @torch.no_grad()
 def main():
-    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, conv=4, beta_max=2.0, n_householder=2,
-                          states="none")
+    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, conv=4, beta_max=2.0, gates="sigmoid",
+                          n_householder=2, states="none")
     torch.manual_seed(0)
     tokens = torch.randint(256, (1, 60))
     print("model              parameters  state, numbers  token by token  in segments")

@@ -342,7 +342,7 @@ def headline(args):
     """Left: what the state of models.by_hand holds while it reads commands, with beta 2 and with beta 1. Right:
     accuracy over the commands of a long trace: at each power of 2, the mean of answers since the power
     before (P1 Fig. 4, left)."""
-    figure = plt.figure(figsize=(12, 4.5))
+    figure = plt.figure(figsize=(12, 4.8))
     left, right = figure.subfigures(1, 2, width_ratios=[1.1, 1])
     commands = ["a, b, c, d, e = c, b, a, d, e", "a, b, c, d, e = b, e, d, c, a", "a, b, c, d, e = e, d, c, b, a"]
     sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + commands
@@ -357,7 +357,6 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command.replace(" = ", "\n= "), fontsize=8)
-            axes.set_xlabel("value", fontsize=8)
     axes, curves = right.subplots(), defaultdict(list)
     rows = evaluations(args, f"row of {args.at}", lambda stage: stage == parse_stages(args.at)[0])
     for name, result, stage, row in rows:

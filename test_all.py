@@ -1876,8 +1876,8 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
        "--cooldown", 9999, "--max-samples", 360, "--reveal-weight", 5, "--eval-at", "5x1 4x2", "--eval-every", 15)
     task, cfg = Repl(3), Config(seed=3, batch_size=8, eval_samples=8)
     torch.manual_seed(3)
-    lm = models.LM(small("deltanet", n_layer=1, n_head=1, conv=12, d_mlp=64, states="linear"),
-                   len(task.tokenizer), 3, 3)
+    lm = models.LM(small("deltanet", n_layer=1, n_head=1, conv=12, d_mlp=64, gates="sigmoid", smooth=0.0,
+                         states="linear"), len(task.tokenizer), 3, 3)
     optimizers, held_out = train.make_optimizers(lm), []
     for step in range(45):
         rate = 6e-3 * min(1, (step + 1) / 5) * (1 + math.cos(math.pi * max(0, (step - 30) / 15))) / 2
@@ -2031,7 +2031,7 @@ def test_a_run_depends_on_its_code_and_on_its_file_of_traces(tmp_path, monkeypat
     copy = tmp_path / "models.py"
     shutil.copy(HERE / "models.py", copy)
     assert train.digest(copy) == files["models.py"]
-    copy.write_text(copy.read_text().replace("beta_start = -6", "beta_start = -5"))
+    copy.write_text(copy.read_text().replace("- 6)", "- 5)"))
     assert train.digest(copy) != files["models.py"]
     assert train.origin(Config(trace_file=str(copy)))["files"] == {**files, str(copy): train.digest(copy)}
 

@@ -78,9 +78,9 @@ class Config:
     n_head: int = 1                # heads, of width d_model / n_head
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
-    gates: str = "exact"           # delta mixers: exact, or sigmoid, clamp, write, cost, round
+    gates: str = "sigmoid"         # delta mixers: sigmoid, as in P1; or being compared: clamp, write, cost, round, exact
     n_householder: int = 2         # deltaproduct: reflections per token
-    smooth: float = 0.1            # label smoothing of the linear state head: its loss never comes to rest
+    smooth: float = 0.0            # label smoothing of the linear state head: its loss never comes to rest
     states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
     # training
     reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
@@ -523,7 +523,7 @@ HAVE = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mp
 CHOICES = {"gates": ["exact", "sigmoid", "clamp", "write", "cost", "round"], "task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": [name for name, there in HAVE.items() if there]}
-MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
+MAY_BE_ZERO = ["params", "conv", "smooth", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
 NO_LIST = ["curriculum", "trace_file", *ASIDE]            # a comma makes no grid of these
 FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval may change them
 
