@@ -107,16 +107,11 @@ class LinearAttention(nn.Module):
 
     def project(self, x):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
-        y = self.qkv(x).unflatten(-1, (-1, self.n_head, self.head_dim))           # (B, T, 1 + 2*steps, H, K)
+        y = F.silu(self.qkv(x)).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
         q, k, v = y.split((1, self.steps, self.steps), 2)
-        q, k, v = F.silu(q), self.key(k), F.silu(v)
         q = F.normalize(q.flatten(1, 2), dim=-1).to(y.dtype)            # autocast would leave it in fp32
         k = F.normalize(k.flatten(1, 2), dim=-1).to(y.dtype)
         return q, k, v.flatten(1, 2)
-
-    def key(self, z):
-        """(..., K) -> (..., K), of any length"""
-        return F.silu(z)
 
     def scan(self, x, q, k, v, S):
         return decay_scan(q, k, v, state=S)
@@ -137,15 +132,18 @@ def gate(z):
 class DeltaNet(LinearAttention):
     """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537.
 
-    With cfg.gates = "exact", ours: gates in betas, in front of v, and in a hidden layer of keys."""
+    cfg.gates "sigmoid" is P1's. Being compared: "clamp", betas that reach 0 and beta_max; "write", also a gate in
+    front of v; "cost" and "round", also a penalty on that gate, and betas rounded to 0, 1, 2; "layer" and "exact",
+    as "write", and a hidden layer that makes the keys, of SiLUs or of gates."""
+
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.beta_max, self.gates = cfg.beta_max, cfg.gates
-        self.to_beta = Linear(cfg.d_model, self.steps * cfg.n_head, bias=True)
+        D, self.beta_max, self.gates = cfg.d_model, cfg.beta_max, cfg.gates
+        self.to_beta = Linear(D, self.steps * cfg.n_head, bias=True)
         if self.gates not in ("sigmoid", "clamp"):
-            self.to_write = Linear(cfg.d_model, self.steps * cfg.n_head, bias=True)
-        if self.gates == "exact":
-            self.to_key = Linear(self.head_dim, self.head_dim)
+            self.to_write = Linear(D, self.steps * cfg.n_head, bias=True)
+        if self.gates in ("layer", "exact"):
+            self.bits, self.to_key = Linear(D, 4 * D), Linear(4 * D, self.steps * D)
 
     def beta(self, x):
         """(B, T, D) -> (B, T*steps, H) from 0 to beta_max; 1 - beta is the eigenvalue along k."""
@@ -155,14 +153,14 @@ class DeltaNet(LinearAttention):
             beta = beta + (beta.round() - beta).detach()
         return beta.view(x.shape[0], -1, self.n_head)
 
-    def key(self, z):
-        return self.to_key(gate(z) - 0.5) if self.gates == "exact" else F.silu(z)
-
     def project(self, x):
         q, k, v = super().project(x)
+        if self.gates in ("layer", "exact"):
+            bits = gate(self.bits(x)) - 0.5 if self.gates == "exact" else F.silu(self.bits(x))
+            k = F.normalize(self.to_key(bits).view(k.shape), dim=-1).to(v.dtype)
         if self.gates not in ("sigmoid", "clamp"):
             self.write = gate(self.to_write(x)).view(x.shape[0], -1, self.n_head)
-            v = v * self.write[..., None]
+            v = (v * self.write[..., None]).to(v.dtype)
         return q, k, v
 
     def scan(self, x, q, k, v, S):
@@ -605,7 +603,7 @@ def by_hand(task):
 
     # A key's hidden layer has four bits for each variable. A bit is 1 where its row of k, applied to what the convolution
     # gives, is positive, else 0. The last bit is always 1, as to_key is applied to bits minus 1/2.
-    q, k, v = mixer.qkv.weight.split(D)                                 # views, (D, D) each
+    (q, _, v), k = mixer.qkv.weight.split(D), mixer.bits.weight         # views of q and v, (D, D) each
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
     k[left, here], k[left, side], k[left, one] = 2, 1, -2

@@ -2592,10 +2592,10 @@ def one_of_two_heads():
         old, new = getattr(mixer, name), torch.nn.Linear(64, 2).requires_grad_(False)
         new.weight[1], new.bias[1] = old.weight, old.bias
         setattr(mixer, name, new)
-    mixer.to_key.weight = torch.nn.Parameter(mixer.to_key.weight[:32, :32], requires_grad=False)
     mixer.norm = torch.nn.RMSNorm(32).requires_grad_(False)
-    mixer.qkv.weight[:] = mixer.qkv.weight.unflatten(0, (3, 2, 32)).flip(1).flatten(0, 2)
-    mixer.qkv.weight.unflatten(0, (3, 2, 32))[:, 0].normal_()
+    for weight in (mixer.qkv.weight, mixer.to_key.weight):
+        weight[:] = weight.unflatten(0, (-1, 2, 32)).flip(1).flatten(0, 2)
+        weight.unflatten(0, (-1, 2, 32))[:, 0].normal_()
     mixer.out.weight[:] = mixer.out.weight.roll(32, 1)
     return task, lm
 

@@ -78,11 +78,12 @@ class Config:
     n_head: int = 1                # heads, of width d_model / n_head
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
-    gates: str = "sigmoid"         # delta mixers: sigmoid, as in P1; or being compared: clamp, write, cost, round, exact
+    gates: str = "sigmoid"         # delta mixers: sigmoid, as in P1; or being compared: see DeltaNet
     n_householder: int = 2         # deltaproduct: reflections per token
     smooth: float = 0.0            # label smoothing of the linear state head: its loss never comes to rest
     states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
     # training
+    token_weight: float = 1.0      # weight on all next tokens
     reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
     batch_size: int = 8            # traces per step; small, as the first stage takes many steps
     learning_rate: float = 6e-3    # the peak
@@ -363,6 +364,7 @@ def run(cfg):
         batch = to_tensors(task.batch(cfg.seed, "train", stage, at.step, cfg.batch_size), cfg.device)
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
             terms, right = losses(task, model, batch)
+        terms["next"] = cfg.token_weight * terms["next"]
         terms["reveal"] = cfg.reveal_weight * terms["reveal"]
         loss = sum(terms.values())
         model.zero_grad()
@@ -520,10 +522,12 @@ def play(path, **changes):
 # python train.py
 
 HAVE = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-CHOICES = {"gates": ["exact", "sigmoid", "clamp", "write", "cost", "round"], "task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
+CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
+           "gates": ["sigmoid", "clamp", "write", "cost", "round", "layer", "exact"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": [name for name, there in HAVE.items() if there]}
-MAY_BE_ZERO = ["params", "conv", "smooth", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
+MAY_BE_ZERO = ["params", "conv", "smooth", "token_weight", "reveal_weight", "warmup", "cooldown", "stage_samples",
+               "seed"]
 NO_LIST = ["curriculum", "trace_file", *ASIDE]            # a comma makes no grid of these
 FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval may change them
 
