@@ -406,7 +406,7 @@ class Block(nn.Module):
 class LM(nn.Module):
     """`forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is a
     state head (below), used only in its loss; n_slots and n_classes are for LinearHead. cfg has model,
-    d_model, d_mlp, n_layer, n_head, conv, beta_max, n_householder and states, as in train.py."""
+    d_model, d_mlp, n_layer, n_head, conv, beta_max, gates, n_householder, smooth and states, as in train.py."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
@@ -583,8 +583,8 @@ def by_hand(task):
     def ids(*words):
         return [task.tokenizer.encode(word)[0] for word in words]
 
-    # What an embedding says, an entry each: which name it is (four times), which digit; whether it stands behind a name;
-    # whether it begins the left side of a command (1), its right side, or a print (-1).
+    # What an embedding says, an entry each: which name it is (four times), or which digit; whether it can end a
+    # name; whether it begins the left side of a command (1), or its right side, or a print (-1).
     here, back1, back2, far, digit = torch.arange(5 * n).view(5, n)
     one, stop, side, rest = range(5 * n, 5 * n + 4)
     embed, digits = lm.embed.weight, ids(*"123456789"[:n])
@@ -595,14 +595,14 @@ def by_hand(task):
     embed[ids(", ", "\n"), stop] = 1
     embed[ids(">>> ", " = ", "print('"), side] = torch.tensor([1.0, -1, -1])
     embed[:, rest] = (D - embed.square().sum(1)).sqrt()                 # then RMSNorm changes nothing
-    # The convolution looks back: at the name 1, 2, and 2m + 1 tokens ago, and at the last token that begins something.
+    # The convolution looks back: at the names 1, 2 and 2m + 1 tokens ago, and at the last token that begins a side.
     for entries, back in (back1, 1), (back2, 2), (far, 2 * m + 1):
         conv[-1, entries], conv[-1 - back, entries] = -1, 1
     conv[:, side] = 2.0 ** torch.arange(-2 * m - 1, 1)
     conv[-1, side] = -1
 
-    # A key's hidden layer has four bits for each variable. A bit is 1 where its row of k, applied to what the convolution
-    # gives, is positive, else 0. The last bit is always 1, as to_key is applied to bits minus 1/2.
+    # A key's hidden layer has four bits for each variable. A bit is 1 where its row of k, applied to what the
+    # convolution gives, is positive, else 0. One more bit is always 1, as to_key is applied to bits minus 1/2.
     (q, _, v), k = mixer.qkv.weight.split(D), mixer.bits.weight         # views of q and v, (D, D) each
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
