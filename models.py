@@ -143,7 +143,7 @@ class DeltaNet(LinearAttention):
         if self.gates not in ("sigmoid", "clamp"):
             self.to_write = Linear(D, self.steps * cfg.n_head, bias=True)
         if self.gates in ("layer", "exact"):
-            self.bits, self.to_key = Linear(D, 4 * D), Linear(4 * D, self.steps * D)
+            self.bits, self.to_key = Linear(D, 8 * D), Linear(8 * D, self.steps * D)
 
     def beta(self, x):
         """(B, T, D) -> (B, T*steps, H) from 0 to beta_max; 1 - beta is the eigenvalue along k."""
