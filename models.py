@@ -101,17 +101,23 @@ class LinearAttention(nn.Module):
         super().__init__()
         D = cfg.d_model
         self.n_head, self.head_dim = cfg.n_head, D // cfg.n_head
-        self.qkv = Linear(D, (1 + 2 * self.steps) * D)
+        self.to_q = Linear(D, D)
+        self.to_k = Linear(D, self.steps * D)
+        self.to_v = Linear(D, self.steps * D)
         self.norm = RMSNorm(self.head_dim)
         self.out = Linear(D, D, terms=2 * cfg.n_layer)
 
+    def keys(self, x):
+        """(B, T, D) -> (B, T, steps*D), of any length."""
+        return F.silu(self.to_k(x))
+
     def project(self, x):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
-        y = F.silu(self.qkv(x)).unflatten(-1, (-1, self.n_head, self.head_dim))   # (B, T, 1 + 2*steps, H, K)
-        q, k, v = y.split((1, self.steps, self.steps), 2)
-        q = F.normalize(q.flatten(1, 2), dim=-1).to(y.dtype)            # autocast would leave it in fp32
-        k = F.normalize(k.flatten(1, 2), dim=-1).to(y.dtype)
-        return q, k, v.flatten(1, 2)
+        q, k, v = F.silu(self.to_q(x)), self.keys(x), F.silu(self.to_v(x))
+        q, k, v = (y.view(len(x), -1, self.n_head, self.head_dim) for y in (q, k, v))
+        q = F.normalize(q, dim=-1).to(v.dtype)                          # autocast would leave it in fp32
+        k = F.normalize(k, dim=-1).to(v.dtype)
+        return q, k, v
 
     def scan(self, x, q, k, v, S):
         return decay_scan(q, k, v, state=S)
@@ -132,36 +138,26 @@ def gate(z):
 class DeltaNet(LinearAttention):
     """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537.
 
-    cfg.gates "sigmoid" is P1's. Being compared: "clamp", betas that reach 0 and beta_max; "write", also a gate in
-    front of v; "cost" and "round", also a penalty on that gate, and betas rounded to 0, 1, 2; "layer" and "exact",
-    as "write", and a hidden layer that makes the keys, of SiLUs or of gates."""
+    With cfg.gates "exact", beta is exactly 0 or beta_max where |z| is above 2, and a key is a function of several
+    names in x, as in "this name takes what that one holds": it comes from a hidden layer of gates, most of which
+    become exactly 0 or 1. With "sigmoid", as in P1, betas reach neither end, and keys are made like values."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        D, self.beta_max, self.gates = cfg.d_model, cfg.beta_max, cfg.gates
+        D, self.beta_max, self.exact = cfg.d_model, cfg.beta_max, cfg.gates == "exact"
         self.to_beta = Linear(D, self.steps * cfg.n_head, bias=True)
-        if self.gates not in ("sigmoid", "clamp"):
-            self.to_write = Linear(D, self.steps * cfg.n_head, bias=True)
-        if self.gates in ("layer", "exact"):
-            self.bits, self.to_key = Linear(D, 8 * D), Linear(8 * D, self.steps * D)
+        if self.exact:
+            self.bits = Linear(D, 8 * D)
+            self.to_k = Linear(8 * D, self.steps * D)
 
     def beta(self, x):
         """(B, T, D) -> (B, T*steps, H) from 0 to beta_max; 1 - beta is the eigenvalue along k."""
         z = self.to_beta(x).float()
-        beta = self.beta_max * (torch.sigmoid(z) if self.gates == "sigmoid" else gate(z))
-        if self.gates == "round":
-            beta = beta + (beta.round() - beta).detach()
+        beta = self.beta_max * (gate(z) if self.exact else torch.sigmoid(z))
         return beta.view(x.shape[0], -1, self.n_head)
 
-    def project(self, x):
-        q, k, v = super().project(x)
-        if self.gates in ("layer", "exact"):
-            bits = gate(self.bits(x)) - 0.5 if self.gates == "exact" else F.silu(self.bits(x))
-            k = F.normalize(self.to_key(bits).view(k.shape), dim=-1).to(v.dtype)
-        if self.gates not in ("sigmoid", "clamp"):
-            self.write = gate(self.to_write(x)).view(x.shape[0], -1, self.n_head)
-            v = (v * self.write[..., None]).to(v.dtype)
-        return q, k, v
+    def keys(self, x):
+        return self.to_k(gate(self.bits(x)) - 0.5) if self.exact else super().keys(x)
 
     def scan(self, x, q, k, v, S):
         return delta_rule(q, k, v, self.beta(x), state=S)
@@ -406,7 +402,7 @@ class Block(nn.Module):
 class LM(nn.Module):
     """`forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is a
     state head (below), used only in its loss; n_slots and n_classes are for LinearHead. cfg has model,
-    d_model, d_mlp, n_layer, n_head, conv, beta_max, gates, n_householder, smooth and states, as in train.py."""
+    d_model, d_mlp, n_layer, n_head, conv, beta_max, gates, n_householder and states, as in train.py."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
@@ -480,11 +476,15 @@ def make_optimizers(model):
 # All have loss(lm, hidden, batch) -> nats: hidden (B, T, D) from LM.forward, batch a data.Batch of tensors.
 
 class LinearHead(nn.Linear):
-    """n_slots softmaxes over n_classes. Labels: classes, or (pfsa) exact beliefs."""
+    """n_slots softmaxes over n_classes. Labels: classes, or (pfsa) exact beliefs.
+
+    Classes are smoothed: the right one is told as 1 - smooth, and smooth is shared by all. So the loss of a right
+    guess is not 0, and what the state holds of the values is still corrected when all answers are right."""
+    smooth = 0.1
 
     def __init__(self, cfg, n_slots, n_classes):
         super().__init__(cfg.d_model, n_slots * n_classes, bias=False)
-        self.n_slots, self.smooth = n_slots, cfg.smooth
+        self.n_slots = n_slots
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden):
@@ -602,8 +602,8 @@ def by_hand(task):
     conv[-1, side] = -1
 
     # A key's hidden layer has four bits for each variable. A bit is 1 where its row of k, applied to what the
-    # convolution gives, is positive, else 0. One more bit is always 1, as to_key is applied to bits minus 1/2.
-    (q, _, v), k = mixer.qkv.weight.split(D), mixer.bits.weight         # views of q and v, (D, D) each
+    # convolution gives, is positive, else 0. One more bit is always 1, as to_k is applied to bits minus 1/2.
+    q, k, v = mixer.to_q.weight, mixer.bits.weight, mixer.to_v.weight
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
     k[left, here], k[left, side], k[left, one] = 2, 1, -2
@@ -614,13 +614,13 @@ def by_hand(task):
     k[assigned[:, None], digit] = 1
     k[4 * n, one] = 1
     k *= huge
-    key = mixer.to_key.weight
+    key = mixer.to_k.weight
     for new, old in (x, x + 2 * n), (x + n, x + 3 * n):
         key[new, left] = key[old, left] = key[old, right] = key[new, takes] = key[new, assigned] = 1
         q[new, back1] = 1                                               # the name before a printed value
     key[:, 4 * n] = key.sum(1)
     v[x, digit] = 1
-    mixer.to_beta.bias[:] = mixer.to_write.bias[:] = huge
+    mixer.to_beta.bias[:] = huge
     mixer.out.weight[digit, x] = 1
     lm.head.weight[digits, digit] = 8
     return lm
@@ -648,7 +648,7 @@ def in_pieces(model, tokens, length):
 
 @torch.no_grad()
 def main():
-    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, conv=4, beta_max=2.0, gates="sigmoid",
+    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, conv=4, beta_max=2.0, gates="exact",
                           n_householder=2, states="none")
     torch.manual_seed(0)
     tokens = torch.randint(256, (1, 60))

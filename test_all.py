@@ -1304,7 +1304,7 @@ HEADS = ["linear", "transformer", "contrastive"]
 
 def small(model, **changes):
     cfg = SimpleNamespace(model=model, d_model=32, d_mlp=32, n_layer=2, n_head=2, conv=4, beta_max=2.0,
-                          gates="exact", n_householder=3, smooth=0.1, states="none")
+                          gates="exact", n_householder=3, states="none")
     vars(cfg).update(changes)
     return cfg
 
@@ -1462,7 +1462,7 @@ def test_p2s_transformer_has_as_many_parameters_as_published():
 def test_parameters_start_as_the_table_of_init_weights_says():
     lm = models.LM(small("gated_deltanet", d_model=64, d_mlp=128, n_layer=3), 262, 5, 5)
     p = dict(lm.named_parameters())
-    for name, std in (("embed.weight", 1), ("blocks.0.mixer.qkv.weight", 64 ** -0.5),
+    for name, std in (("embed.weight", 1), ("blocks.0.mixer.to_q.weight", 64 ** -0.5),
                       ("blocks.0.mixer.out.weight", (6 * 64) ** -0.5),
                       ("blocks.2.mlp.down.weight", (6 * 128) ** -0.5)):
         assert p[name].std().item() == pytest.approx(std, rel=0.05), name
@@ -1876,11 +1876,10 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
        "--cooldown", 9999, "--max-samples", 360, "--reveal-weight", 5, "--eval-at", "5x1 4x2", "--eval-every", 15)
     task, cfg = Repl(3), Config(seed=3, batch_size=8, eval_samples=8)
     torch.manual_seed(3)
-    lm = models.LM(small("deltanet", n_layer=1, n_head=1, conv=12, d_mlp=64, gates="sigmoid", smooth=0.0,
-                         states="linear"), len(task.tokenizer), 3, 3)
+    lm = models.LM(small("deltanet", n_layer=1, n_head=1, conv=12, d_mlp=64, states="linear"), len(task.tokenizer), 3, 3)
     optimizers, held_out = train.make_optimizers(lm), []
     for step in range(45):
-        rate = 6e-3 * min(1, (step + 1) / 5) * (1 + math.cos(math.pi * max(0, (step - 30) / 15))) / 2
+        rate = 1.8e-2 * min(1, (step + 1) / 5) * (1 + math.cos(math.pi * max(0, (step - 30) / 15))) / 2
         stage = Stage(3) if step < 20 else Stage(4)
         batch = train.to_tensors(task.batch(3, "train", stage, step, 8), "cpu")
         terms, _ = train.losses(task, lm, batch)
@@ -2588,14 +2587,12 @@ def one_of_two_heads():
     lm = models.by_hand(task)                                             # it needs 12 of its 64 rows
     mixer = lm.blocks[0].mixer
     mixer.n_head, mixer.head_dim = 2, 32
-    for name in ("to_beta", "to_write"):
-        old, new = getattr(mixer, name), torch.nn.Linear(64, 2).requires_grad_(False)
-        new.weight[1], new.bias[1] = old.weight, old.bias
-        setattr(mixer, name, new)
+    old, mixer.to_beta = mixer.to_beta, torch.nn.Linear(64, 2).requires_grad_(False)
+    mixer.to_beta.weight[1], mixer.to_beta.bias[1] = old.weight, old.bias
     mixer.norm = torch.nn.RMSNorm(32).requires_grad_(False)
-    for weight in (mixer.qkv.weight, mixer.to_key.weight):
-        weight[:] = weight.unflatten(0, (-1, 2, 32)).flip(1).flatten(0, 2)
-        weight.unflatten(0, (-1, 2, 32))[:, 0].normal_()
+    for projection in (mixer.to_q, mixer.to_k, mixer.to_v):
+        projection.weight[:] = projection.weight.roll(32, 0)
+        projection.weight[:32].normal_()
     mixer.out.weight[:] = mixer.out.weight.roll(32, 1)
     return task, lm
 
