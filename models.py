@@ -131,7 +131,8 @@ class LinearAttention(nn.Module):
 def gate(z):
     """A sigmoid that reaches 0 and 1: in z from -2 to 2 a straight line, else 0 or 1. Its gradient is the sigmoid's
     (straight-through, 1308.3432), so that it can leave 0 and 1 again."""
-    soft = torch.sigmoid(z.float())
+    z = z.float()                                                       # also under autocast
+    soft = torch.sigmoid(z)
     return soft + ((0.5 + z / 4).clamp(0, 1) - soft).detach()
 
 

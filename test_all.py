@@ -1876,7 +1876,8 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
        "--cooldown", 9999, "--max-samples", 360, "--reveal-weight", 5, "--eval-at", "5x1 4x2", "--eval-every", 15)
     task, cfg = Repl(3), Config(seed=3, batch_size=8, eval_samples=8)
     torch.manual_seed(3)
-    lm = models.LM(small("deltanet", n_layer=1, n_head=1, conv=12, d_mlp=64, states="linear"), len(task.tokenizer), 3, 3)
+    shape = small("deltanet", n_layer=1, n_head=1, conv=12, d_mlp=64, states="linear")
+    lm = models.LM(shape, len(task.tokenizer), 3, 3)
     optimizers, held_out = train.make_optimizers(lm), []
     for step in range(45):
         rate = 1.8e-2 * min(1, (step + 1) / 5) * (1 + math.cos(math.pi * max(0, (step - 30) / 15))) / 2
@@ -2227,7 +2228,7 @@ def test_a_played_session_shows_what_python_prints_and_what_the_model_believes(t
 
 def test_the_model_in_assets_plays_64_commands_without_an_error(monkeypatch, capsys):
     path = HERE / "assets/deltanet-repl.pt"
-    assert path.stat().st_size < 400_000
+    assert path.stat().st_size < 600_000
     task, stage = Repl(states="none"), Stage(64, 8)
     lines = task.draw(random.Random(0), stage, "test")
     typed = [line.source for line in lines if line.source][task.n_vars:]

@@ -78,15 +78,15 @@ class Config:
     n_head: int = 1                # heads, of width d_model / n_head
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
-    gates: str = "exact"           # delta mixers: exact, keys and betas from gates of 0 or 1; sigmoid: as in P1
+    gates: str = "exact"           # delta mixers: exact, betas and keys from gates of 0 and 1; sigmoid: as in P1
     n_householder: int = 2         # deltaproduct: reflections per token
     states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
     # training
     reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
-    batch_size: int = 4            # traces per step; small, as all takes many steps, and few traces
+    batch_size: int = 4            # traces per step; small, as it is steps that count
     learning_rate: float = 1.8e-2  # the peak
     warmup: int = 320              # traces until the peak
-    cooldown: int = 2560           # traces of the final decay; helps accuracy beyond the trained length
+    cooldown: int = 2560           # traces of the final decay; with 6400, it reads twice as far without a print
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
     stage_samples: int = 0         # or after this many traces; 0: never (pfsa: 3000, trace: 4000)
     max_samples: int = 100000      # stop after this many traces (batch_size per step), whatever the stage
