@@ -128,7 +128,7 @@ class LinearAttention(nn.Module):
         return self.out(self.norm(o).flatten(2)), state
 
 
-def gate(z):
+def hard_sigmoid(z):
     """A sigmoid that reaches 0 and 1: in z from -2 to 2 a straight line, else 0 or 1. Its gradient is the sigmoid's
     (straight-through, 1308.3432), so that it can leave 0 and 1 again."""
     z = z.float()                                                       # also under autocast
@@ -148,17 +148,17 @@ class DeltaNet(LinearAttention):
         D, self.beta_max, self.exact = cfg.d_model, cfg.beta_max, cfg.gates == "exact"
         self.to_beta = Linear(D, self.steps * cfg.n_head, bias=True)
         if self.exact:
-            self.bits = Linear(D, 8 * D)
+            self.to_bits = Linear(D, 8 * D)
             self.to_k = Linear(8 * D, self.steps * D)
 
     def beta(self, x):
         """(B, T, D) -> (B, T*steps, H) from 0 to beta_max; 1 - beta is the eigenvalue along k."""
         z = self.to_beta(x).float()
-        beta = self.beta_max * (gate(z) if self.exact else torch.sigmoid(z))
+        beta = self.beta_max * (hard_sigmoid(z) if self.exact else torch.sigmoid(z))
         return beta.view(x.shape[0], -1, self.n_head)
 
     def keys(self, x):
-        return self.to_k(gate(self.bits(x)) - 0.5) if self.exact else super().keys(x)
+        return self.to_k(hard_sigmoid(self.to_bits(x)) - 0.5) if self.exact else super().keys(x)
 
     def scan(self, x, q, k, v, S):
         return delta_rule(q, k, v, self.beta(x), state=S)
@@ -604,7 +604,7 @@ def by_hand(task):
 
     # A key's hidden layer has four bits for each variable. A bit is 1 where its row of k, applied to what the
     # convolution gives, is positive, else 0. One more bit is always 1, as to_k is applied to bits minus 1/2.
-    q, k, v = mixer.to_q.weight, mixer.bits.weight, mixer.to_v.weight
+    q, k, v = mixer.to_q.weight, mixer.to_bits.weight, mixer.to_v.weight
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
     k[left, here], k[left, side], k[left, one] = 2, 1, -2

@@ -1374,7 +1374,7 @@ def test_beta_max_bounds_the_eigenvalues(model):
 
 def test_a_gate_reaches_0_and_1_and_its_gradient_is_the_sigmoids():
     z = torch.linspace(-4, 4, 33, requires_grad=True)
-    y = models.gate(z)
+    y = models.hard_sigmoid(z)
     assert torch.equal(y[z <= -2], torch.zeros(9)) and torch.equal(y[z >= 2], torch.ones(9))
     assert torch.allclose(y[8:25], torch.linspace(0, 1, 17), atol=1e-6)
     y.sum().backward()
