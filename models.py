@@ -4,7 +4,7 @@ One language model, twelve mixers, most of them an equation, and a control witho
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
   linear_attention  S_t = S_{t-1} + k_t v_t^T
-  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in (0, beta_max)
+  deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in [0, beta_max]
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
   kda               the same, g in (0, 1)^K: each row of the state has its own gate
   deltaproduct      n_householder delta steps per token
@@ -93,8 +93,8 @@ class ShortConv(nn.Module):
 class LinearAttention(nn.Module):
     """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
 
-    Also the base class of mixers with S: q, k, v from a projection and SiLU; q and k of unit length; a
-    scan; a norm on its output. State: the scan's, (B, H, K, V) in fp32."""
+    Also the base class of mixers with S: q, k, v from a projection and SiLU (`keys` may differ); q and k of
+    unit length; a scan; a norm on its output. State: the scan's, (B, H, K, V) in fp32."""
     steps = 1                                                           # keys and values per token
 
     def __init__(self, cfg):
@@ -108,7 +108,7 @@ class LinearAttention(nn.Module):
         self.out = Linear(D, D, terms=2 * cfg.n_layer)
 
     def keys(self, x):
-        """(B, T, D) -> (B, T, steps*D), of any length."""
+        """(B, T, D) -> (B, T, steps*D), not normalised."""
         return F.silu(self.to_k(x))
 
     def project(self, x):
@@ -129,9 +129,9 @@ class LinearAttention(nn.Module):
 
 
 def hard_sigmoid(z):
-    """A sigmoid that reaches 0 and 1: in z from -2 to 2 a straight line, else 0 or 1. Its gradient is the sigmoid's
-    (straight-through, 1308.3432), so that it can leave 0 and 1 again."""
-    z = z.float()                                                       # also under autocast
+    """1/2 + z/4, clipped to [0, 1]. Its gradient is the sigmoid's (straight-through, 1308.3432), so that it can leave
+    0 and 1 again."""
+    z = z.to(torch.promote_types(z.dtype, torch.float32))               # at least fp32, also under autocast
     soft = torch.sigmoid(z)
     return soft + ((0.5 + z / 4).clamp(0, 1) - soft).detach()
 
@@ -139,9 +139,9 @@ def hard_sigmoid(z):
 class DeltaNet(LinearAttention):
     """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537.
 
-    With cfg.gates "exact", beta is exactly 0 or beta_max where |z| is above 2, and a key is a function of several
-    names in x, as in "this name takes what that one holds": it comes from a hidden layer of gates, most of which
-    become exactly 0 or 1. With "sigmoid", as in P1, betas reach neither end, and keys are made like values."""
+    With cfg.gates "exact", betas come from a hard sigmoid, and keys from a hidden layer of them: so a key can
+    depend on several names in x at once. After training, most of both are exactly at an end. With "sigmoid", as in
+    P1, beta is beta_max sigmoid(z), and keys are made like values."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -440,7 +440,7 @@ def init_weights(model):
     Linear: mixer.out, mlp.down     | the same / sqrt(2 n_layer): together they add a variance of 1
     head, linear state head         | zero: the first guess is uniform, the first loss log(vocabulary)
     conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
-    bias of a Linear                | 0: beta starts at beta_max / 2, in ssm at 0.0025 beta_max
+    bias of a Linear                | 0: beta starts around beta_max / 2, in ssm 0.0025 beta_max
     all else in a mixer             | what its __init__ sets
     """
     nn.init.normal_(model.embed.weight)
@@ -479,8 +479,8 @@ def make_optimizers(model):
 class LinearHead(nn.Linear):
     """n_slots softmaxes over n_classes. Labels: classes, or (pfsa) exact beliefs.
 
-    Classes are smoothed: the right one is told as 1 - smooth, and smooth is shared by all. So the loss of a right
-    guess is not 0, and what the state holds of the values is still corrected when all answers are right."""
+    Labels that are classes are smoothed: of n classes, the right one is told as 1 - smooth + smooth / n, any other
+    as smooth / n. So there still is a gradient when all guesses are right."""
     smooth = 0.1
 
     def __init__(self, cfg, n_slots, n_classes):
@@ -569,7 +569,7 @@ def by_hand(task):
         at the token after x right of =:    old_x, new_y    y, 2m tokens before x, takes it, with a plus
 
     At the digit of "x = 5" the key is new_x, and the digit is written into the empty row. Each row is there twice:
-    then a reflection's key has four entries of 1/2, which fp32 holds exactly, unlike 1/sqrt(2): no step rounds."""
+    then a reflection's key has four entries of 1/2, which fp32 holds exactly, unlike 1/sqrt(2): no command rounds."""
     if type(task).__name__ != "Repl":
         raise ValueError("by_hand needs a data.Repl")
     n, D, huge = task.n_vars, 64, 2.0 ** 30
@@ -602,20 +602,19 @@ def by_hand(task):
     conv[:, side] = 2.0 ** torch.arange(-2 * m - 1, 1)
     conv[-1, side] = -1
 
-    # A key's hidden layer has four bits for each variable. A bit is 1 where its row of k, applied to what the
+    # A key's hidden layer has four bits for each variable. A bit is 1 where its row of to_bits, applied to what the
     # convolution gives, is positive, else 0. One more bit is always 1, as to_k is applied to bits minus 1/2.
-    q, k, v = mixer.to_q.weight, mixer.to_bits.weight, mixer.to_v.weight
+    q, v, bit, key = mixer.to_q.weight, mixer.to_v.weight, mixer.to_bits.weight, mixer.to_k.weight
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
-    k[left, here], k[left, side], k[left, one] = 2, 1, -2
-    k[right, back1], k[right, stop], k[right, side], k[right, one] = 2, 2, -1, -4
-    k[takes, far], k[takes, stop], k[takes, side], k[takes, one] = 2, 2, -1, -6
-    k[takes[:, None], back1] = 2
-    k[assigned, back2], k[assigned, side], k[assigned, one] = 1, -2, -2.5
-    k[assigned[:, None], digit] = 1
-    k[4 * n, one] = 1
-    k *= huge
-    key = mixer.to_k.weight
+    bit[left, here], bit[left, side], bit[left, one] = 2, 1, -2
+    bit[right, back1], bit[right, stop], bit[right, side], bit[right, one] = 2, 2, -1, -4
+    bit[takes, far], bit[takes, stop], bit[takes, side], bit[takes, one] = 2, 2, -1, -6
+    bit[takes[:, None], back1] = 2
+    bit[assigned, back2], bit[assigned, side], bit[assigned, one] = 1, -2, -2.5
+    bit[assigned[:, None], digit] = 1
+    bit[4 * n, one] = 1
+    bit *= huge
     for new, old in (x, x + 2 * n), (x + n, x + 3 * n):
         key[new, left] = key[old, left] = key[old, right] = key[new, takes] = key[new, assigned] = 1
         q[new, back1] = 1                                               # the name before a printed value

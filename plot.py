@@ -4,7 +4,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py --all                                        every figure in assets/, in seconds
     python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
     python plot.py headline out/deltanet-repl* --at 128x16      left by_hand, right P1 Fig. 4, left
-    python plot.py horizon assets/horizon.jsonl --by moves            read without prints
+    python plot.py horizon assets/horizon.jsonl --by gates,cooldown   read without prints
     python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
@@ -76,7 +76,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
         runs += [{**result, "place": place} for result in read_lines(path)]
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
-    for result in runs:       # tables leave out defaults: these are right as long as Config's do not change
+    for result in runs:       # tables leave out defaults; those that have changed since, they name
         result["config"] = {**asdict(Config()), **result["config"]}
         result["recipe"] = {name: x for name, x in result["config"].items() if name not in ASIDE_HERE}
     for result in runs:
@@ -527,7 +527,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "ladder.png": "ladder assets/ladder.jsonl --by n_householder,n_layer",
     "nats.png": "nats assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
     "samples.png": "samples assets/told.jsonl --by states",
-    "horizon.png": "horizon assets/horizon.jsonl --by moves",
+    "horizon.png": "horizon assets/horizon.jsonl --by gates,cooldown",
     "heads.png": "heads assets/heads.jsonl",
     "filters.png": "filters",
     "movie.gif": "movie assets/deltanet-repl.pt",

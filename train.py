@@ -1,7 +1,7 @@
 """
 Train a model on a task, watch it learn, and test it far beyond what it saw. One flat loop in plain PyTorch.
 
-    python train.py --model deltanet --task repl                   70 seconds on two CPU cores
+    python train.py --model deltanet --task repl                   90 seconds on two CPU cores
     python train.py --model deltanet,transformer --seed 0,1,2      a comma list is a grid, here of six runs
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, on other stages
     python train.py --play out/deltanet-repl                       a trained model, and you type
@@ -78,15 +78,15 @@ class Config:
     n_head: int = 1                # heads, of width d_model / n_head
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
-    gates: str = "exact"           # delta mixers: exact, betas and keys from gates of 0 and 1; sigmoid: as in P1
+    gates: str = "exact"           # delta mixers: exact, betas and keys that reach 0 and 1; sigmoid: as in P1
     n_householder: int = 2         # deltaproduct: reflections per token
     states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
     # training
     reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
-    batch_size: int = 4            # traces per step; small, as it is steps that count
+    batch_size: int = 4            # traces per step; small batches make more steps of the same traces
     learning_rate: float = 1.8e-2  # the peak
     warmup: int = 320              # traces until the peak
-    cooldown: int = 2560           # traces of the final decay; with 6400, it reads twice as far without a print
+    cooldown: int = 2560           # traces of the final decay; 6400: repl is read twice as far without prints
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
     stage_samples: int = 0         # or after this many traces; 0: never (pfsa: 3000, trace: 4000)
     max_samples: int = 100000      # stop after this many traces (batch_size per step), whatever the stage
