@@ -2732,10 +2732,7 @@ def test_every_readme_command_runs(tmp_path, monkeypatch):
                             "--cooldown": "8", "--eval-samples": "1"}.items():
             if flag in args:
                 args[args.index(flag) + 1] = small
-        if args == ["--help"]:
-            with pytest.raises(SystemExit):
-                mains[name](args)
-        elif name in ("kernels.py", "models.py", "pfsa.py"):
+        if name in ("kernels.py", "models.py", "pfsa.py"):
             mains[name]()
         else:
             assert not mains[name](args), (name, args)
