@@ -63,7 +63,7 @@ class BadInput(ValueError):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Tokenizer: the 256 bytes, and pieces of Python that would otherwise cost several tokens
+# Tokenizer: characters, and pieces of Python that would otherwise cost several tokens
 
 PAD = 0                                             # the byte NUL, after the end of a trace
 ASKED, STATE = 1, 2                                 # token marks: in an answer; in a state in the text
@@ -74,26 +74,36 @@ LEXEMES = (
     "forloop", " = iter((", " = next(forloop", "assert (", ") == ", " += ", " -= ", "range(", "len(", "str(",
     ".append(", ".replace(", ".upper()", ".pop()", "[::-1]", "[1:]",                        # functions of files
 )
+BYTES = [bytes([i]) for i in range(256)] + [lexeme.encode() for lexeme in LEXEMES]
+
+
+def pieces_of(text):
+    """The pieces that texts need which have only the characters of this one: NUL, its characters, lexemes."""
+    letters = sorted({*text})
+    return [b"\0"] + [piece.encode() for piece in (*letters, *LEXEMES) if {*piece} <= {*text}]
 
 
 class Tokenizer:
-    """Bytes (ids 0 to 255), then `lexemes`, longest first. decode(encode(s)) == s for every string."""
+    """`pieces`, a list of bytes; piece i is token i, and longer pieces come first. With BYTES (256 bytes, then the
+    lexemes), decode(encode(s)) == s for every string. With fewer pieces, a model is smaller and faster."""
 
-    def __init__(self, lexemes=LEXEMES):
-        self.lexemes = tuple(lexemes)
-        lexemes = list(map(str.encode, self.lexemes))
-        self.pieces = [bytes([i]) for i in range(256)] + lexemes
-        self.ids = dict(zip(self.pieces, range(len(self.pieces))))
-        longest_first = sorted(lexemes, key=len, reverse=True)
+    def __init__(self, pieces=BYTES):
+        self.pieces = list(pieces)
+        self.ids = {piece: i for i, piece in enumerate(self.pieces)}
+        longest_first = sorted((piece for piece in self.pieces if len(piece) > 1), key=len, reverse=True)
         self.pattern = re.compile(b"|".join([*map(re.escape, longest_first), b"."]), re.DOTALL)
 
     def __len__(self):
         return len(self.pieces)
 
     def encode(self, text):
-        """str -> list of int. Lone surrogates, which a Python string may hold, survive the round trip."""
+        """str -> list of int. Lone surrogates, which a Python string may hold, survive the round trip. Raises
+        BadInput for a character that is not in the pieces."""
         raw = text.encode("utf-8", "surrogatepass")
-        return [self.ids[piece] for piece in self.pattern.findall(raw)]
+        try:
+            return [self.ids[piece] for piece in self.pattern.findall(raw)]
+        except KeyError as missing:
+            raise BadInput(f"{missing} in {text!r} is no token of this task: add it to its `characters`")
 
     def decode(self, ids):
         """Iterable of int -> str. Bytes that are not UTF-8, which a model may produce, become U+FFFD."""
@@ -213,11 +223,12 @@ class Task:
                                   # False: answers of one token, equally many in each trace of a stage
     stage_samples = 0             # not 0: a stage ends after this many traces
     settings = ()                 # the other keywords of __init__, each a field of train.py's Config
+    characters = ""               # all that its texts may hold, so that the vocabulary is small; "": anything
     n_slots = n_classes = 0
 
     def __init__(self, states="auto", tokenizer=None):
         self.states = ("linear" if self.n_slots else "none") if states == "auto" else states
-        self.tokenizer = tokenizer or Tokenizer()
+        self.tokenizer = tokenizer or Tokenizer(pieces_of(self.characters) if self.characters else BYTES)
         if self.states == "linear" and not self.n_slots:
             raise BadInput("--states linear: this task has no slots; give transformer or contrastive")
 
@@ -354,6 +365,7 @@ class Repl(Task):
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"
     settings = ("n_vars", "moves")
+    characters = ">>> print('a', a)\n  # bcdefghi=123456789"
 
     def __init__(self, n_vars=5, moves="perm", **others):
         if not 2 <= n_vars <= 9:
@@ -442,6 +454,7 @@ class Inverse(Repl):
     """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A line like
     `if a != 3: exit()` shows that a holds 3; then a print asks who held 3 at first. So the state is, for each
     variable, who first held its value."""
+    characters = Repl.characters + "if a != 1: exit() 'abcde'[start.index(1)]"
 
     def start(self, rng, memory):
         memory["start"] = rng.sample(range(1, self.n_vars + 1), self.n_vars)
@@ -594,8 +607,8 @@ def closure(generators):
 class Group(Task):
     """Words over a finite group: elements g_1 g_2 ...; after each, the product so far is asked.
 
-    A word begins with the token 256, at which a recurrence can set up its state. Element i is the token
-    257 + i. By default there is no state head, as the answers are the states. In a stage L:M, words have only
+    A word begins with the token 1, at which a recurrence can set up its state. Element i is the token 2 + i.
+    By default there is no state head, as the answers are the states. In a stage L:M, words have only
     elements that move at most M points: the alphabet grows. A batch has 32 // L words (at least one) for each
     trace, so that the batches of all stages up to 32 are about equally large."""
     curriculum = "8 16 32"
@@ -608,9 +621,9 @@ class Group(Task):
         self.alphabet = [self.elements.index(element) for element in alphabet]
         self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)
-        names = [f"element {i}" for i in range(self.n_classes)]
+        names = [f"element {i}".encode() for i in range(self.n_classes)]
         states = "none" if states == "auto" else states
-        super().__init__(states=states, tokenizer=Tokenizer(["start", *names]), **others)
+        super().__init__(states=states, tokenizer=Tokenizer([b"\0", b"start", *names]), **others)
 
     def letters(self, kind):
         """The numbers of the elements in words of a stage with this kind."""
@@ -639,10 +652,10 @@ class Group(Task):
         if self.states not in ("none", "linear"):
             raise BadInput(f"--states {self.states}: tokens of a group are no text; give linear or none")
         words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
-        tokens = np.insert(257 + np.array(words), 0, 256, axis=1)                 # (words, 1 + L)
+        tokens = np.insert(2 + np.array(words), 0, 1, axis=1)                     # (words, 1 + L)
         product = np.insert(list(map(self.products, words)), 0, -1, axis=1)       # -1 at the start token
         asked = product >= 0
-        target = np.where(asked, 257 + product, PAD)
+        target = np.where(asked, 2 + product, PAD)
         return Batch(tokens, target, asked, np.zeros_like(asked), asked, state=product[..., None])
 
     def check(self, stage):

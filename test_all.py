@@ -98,6 +98,19 @@ def test_every_string_survives_the_tokenizer():
     assert len(tokenizer.encode(">>> a, b, c, d, e = c, e, b, a, d\n")) == 21
 
 
+@pytest.mark.parametrize("kind", [Repl, Inverse])
+def test_a_small_vocabulary_says_the_same(kind):
+    """A task's own vocabulary splits every text as the 256 bytes and all lexemes do, and refuses other characters."""
+    task, everything, rng = kind(states="text"), Tokenizer(), random.Random(0)
+    for split in ("train", "test"):
+        text = "".join(line.text for line in task.draw(rng, Stage(16, 2), split))
+        ids = task.tokenizer.encode(text)
+        assert task.tokenizer.decode(ids) == text
+        assert [task.tokenizer.pieces[i] for i in ids] == [everything.pieces[i] for i in everything.encode(text)]
+    with pytest.raises(data.BadInput, match="`characters`"):
+        task.tokenizer.encode("a @ b")
+
+
 # ----------------------------------------------------------------------------------------------------------
 # data.py: traces
 
@@ -360,16 +373,16 @@ def test_groups_have_their_order_and_targets_are_products(name):
     assert (np.sort(task.mul) == np.arange(ORDERS[name])).all()                # in no row is anything twice
     batch, _ = make(task, "40", 30)
     assert batch.tokens.shape == (30, 41)
-    assert (batch.tokens[:, 0] == 256).all() and not batch.asked[:, 0].any() and batch.asked[:, 1:].all()
-    for word, products in zip(batch.tokens[:, 1:] - 257, batch.target[:, 1:] - 257):
+    assert (batch.tokens[:, 0] == 1).all() and not batch.asked[:, 0].any() and batch.asked[:, 1:].all()
+    for word, products in zip(batch.tokens[:, 1:] - 2, batch.target[:, 1:] - 2):
         points = list(range(len(task.elements[0])))
         for element, product in zip(word, products):
             points = [task.elements[element][x] for x in points]
             assert task.elements[product] == tuple(points)
-    letters = {task.elements[i] for i in np.unique(batch.tokens[:, 1:] - 257)}
+    letters = {task.elements[i] for i in np.unique(batch.tokens[:, 1:] - 2)}
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
     assert (batch.line_end == batch.asked).all() and (batch.target[:, 0] == PAD).all()
-    assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 257).all()
+    assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 2).all()
 
 
 def test_a_stage_of_a_group_says_how_many_points_an_element_may_move():
@@ -2303,8 +2316,9 @@ def test_broken_and_foreign_checkpoints_are_refused(tmp_path, monkeypatch, capsy
         (tmp_path / name).write_bytes(content)
     for path in tmp_path.glob("*.pt"):
         assert "cut short" in refused(capsys, "--eval", path)
-    monkeypatch.setattr(data.Tokenizer.__init__, "__defaults__", (("def ",),))            # other lexemes since
-    assert train.load(good)[1].tokenizer.lexemes == data.LEXEMES
+    pieces = train.load(good)[1].tokenizer.pieces
+    monkeypatch.setattr(data.Repl, "characters", data.Repl.characters + "{}")            # other tokens since
+    assert train.load(good)[1].tokenizer.pieces == pieces != data.Repl().tokenizer.pieces
     (only(tmp_path / "runs") / "result.json").unlink()
     good.write_bytes(cut)
     assert "cut short" in refused(capsys, *TINY, "--out", tmp_path / "runs")

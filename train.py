@@ -111,13 +111,13 @@ SEGMENT = 2048                     # tokens evaluated at once; the state is carr
 # ----------------------------------------------------------------------------------------------------------
 # Task, model, loss, accuracy
 
-def build(cfg, lexemes=None):
+def build(cfg, pieces=None):
     """-> the task; its curriculum and the stages to test (lists of Stage); the model, its weights from the
-    seed. lexemes: a checkpoint's vocabulary. Raises ValueError for settings that do not fit together."""
+    seed. pieces: a checkpoint's vocabulary. Raises ValueError for settings that do not fit together."""
     kind = TASKS[cfg.task]
     task = kind(states=cfg.states, **{name: getattr(cfg, name) for name in kind.settings})
-    if lexemes:
-        task.tokenizer = Tokenizer(lexemes)
+    if pieces:
+        task.tokenizer = Tokenizer(pieces)
     stages = parse_stages(task.curriculum if cfg.curriculum == "auto" else cfg.curriculum)
     tests = task.beyond(stages[-1]) if cfg.eval_at == "auto" else parse_stages(cfg.eval_at)
     for stage in stages + tests:
@@ -305,7 +305,7 @@ def run(cfg):
         if (cfg.eval_at, cfg.eval_samples) != (result["config"]["eval_at"], result["config"]["eval_samples"]):
             print(f"note    tested as it was then; for other stages: train.py --eval {folder} --eval-at ...")
         return 0
-    task, stages, tests, model = build(cfg, saved["lexemes"] if saved else None)
+    task, stages, tests, model = build(cfg, saved["pieces"] if saved else None)
     optimizers = make_optimizers(model)
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
     of_each = cfg.stage_samples or task.stage_samples     # 0: a stage ends only by --advance
@@ -319,7 +319,7 @@ def run(cfg):
 
     def save(name):
         state = {"config": asdict(cfg), "files": source["files"], "at": vars(at),
-                 "lexemes": list(task.tokenizer.lexemes), "model": model.state_dict(),
+                 "pieces": task.tokenizer.pieces, "model": model.state_dict(),
                  "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         torch.save(state, folder / "ckpt.tmp")
         os.replace(folder / "ckpt.tmp", folder / name)                # never half a file
@@ -448,7 +448,7 @@ def load(path, **changes):
     edited = changed(saved["files"], origin(cfg)["files"])
     if edited:
         print(f"note    {edited} has changed since this model was trained")
-    task, _, tests, model = build(cfg, saved["lexemes"])
+    task, _, tests, model = build(cfg, saved["pieces"])
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError:
