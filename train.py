@@ -86,7 +86,7 @@ class Config:
     batch_size: int = 4            # traces per step; small batches make more steps of the same traces
     learning_rate: float = 1.8e-2  # the peak
     warmup: int = 320              # traces until the peak
-    cooldown: int = 2560           # traces of the final decay; 6400: repl is read twice as far without prints
+    cooldown: int = 1280           # traces of the final decay; longer: repl is read further without prints
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
     stage_samples: int = 0         # or after this many traces; 0: never (pfsa: 3000, trace: 4000)
     max_samples: int = 100000      # stop after this many traces (batch_size per step), whatever the stage
