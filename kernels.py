@@ -538,8 +538,7 @@ def compare(inputs, backend, **options):
 
 
 def first_error(device, dtype, K, V):
-    """-> the first tensor that is wrong on this GPU, or None. Each choice of gates and gradients is another
-    build of the kernels."""
+    """-> the first tensor that is wrong on this GPU, or None. Gates or not, gradients or not: four builds."""
     for T, gate, gradients in itertools.product((1, 40), (None, -0.3), (True, False)):
         with torch.set_grad_enabled(gradients):
             found = compare(swaps(1, T, 2, K, V, gate, dtype, device), "triton")
@@ -575,12 +574,10 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
     device = torch.device(device)
     if backend == "auto" and device.type != "cuda":
         return "torch", "chunks, on any device"
-    if backend in ("loop", "torch"):
-        return backend, "as asked"
-    obstacle = why_not_triton(device, dtype, K, V)
+    obstacle = None if backend in ("loop", "torch") else why_not_triton(device, dtype, K, V)
     if obstacle and backend == "triton":
         raise ValueError(f"backend 'triton': {obstacle}; use 'torch'")
-    if backend == "triton":
+    if backend != "auto":
         return backend, "as asked"
     obstacle = obstacle or opaque(trial)(device, dtype, K, V)
     return ("torch", f"not triton: {obstacle}") if obstacle else ("triton", "kernels for this GPU")
