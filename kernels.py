@@ -471,6 +471,7 @@ class DeltaRuleTriton(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # Which backend: what the kernels cannot do, and, on a GPU, a trial
 
+APPLY = DeltaRuleTriton.apply  # a new object at each access, for which torch.compile may compile again
 BACKENDS = ("loop", "torch", "triton")
 TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of `errors`, up to 100 steps
@@ -639,7 +640,7 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
             o, S = DeltaRuleChunks.apply(q, k, v, beta, g, S, min(C, T) if g is None else min(C, T, 16))
         else:
             g = g if g is None else g.expand_as(k)
-            o, S = opaque(DeltaRuleTriton.apply)(q, k, v, beta, g, S)
+            o, S = opaque(APPLY)(q, k, v, beta, g, S)
     return o.to(out_dtype), S
 
 

@@ -1052,14 +1052,14 @@ def pretend_gpu(monkeypatch):
 @triton_is_here
 def test_auto_tries_swaps_with_and_without_gates_and_gradients_wherever_it_is_called(pretend_gpu):
     tried = set()
-    apply = kernels.DeltaRuleTriton.apply
+    apply = kernels.APPLY
 
     def watched(q, k, v, beta, g, S):
         assert (k != 0).sum(-1).max() == 2 and beta.min() == 2 and S.abs().min() > 0
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16            # not widened on the way
         tried.add((k.shape[1], g is not None, k.requires_grad))
         return apply(q, k, v, beta, g, S)
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", watched)
+    pretend_gpu.setattr(kernels, "APPLY", watched)
     with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
         assert kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)[0] == "triton"
     assert tried == set(itertools.product((1, 40), (False, True), (False, True)))
@@ -1077,9 +1077,9 @@ def no_compiler(k):
     ("on this GPU, state is off by", lambda k: k, lambda o, S: (o, S + S.bfloat16() - S))])
 def test_auto_leaves_kernels_that_raise_or_are_wrong_and_says_why(pretend_gpu, why, before, after):
     """Even if only one gradient is wrong, or only the state, and only by a rounding to bf16."""
-    apply = kernels.DeltaRuleTriton.apply
+    apply = kernels.APPLY
     broken = lambda q, k, *rest: after(*apply(q, before(k), *rest))
-    pretend_gpu.setattr(kernels.DeltaRuleTriton, "apply", broken)
+    pretend_gpu.setattr(kernels, "APPLY", broken)
     with pytest.warns(match=f"takes its torch backend, not its kernels: {why}"):
         backend, said = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
     assert backend == "torch" and said.startswith(f"not triton: {why}") and "\n" not in said
@@ -1107,7 +1107,8 @@ def test_auto_says_what_the_kernels_cannot_do(pretend_gpu):
 def test_torch_compile_changes_nothing(backend):
     inputs = example("any", 1, 20, 1, gate=-0.3, dtype=torch.float32, device=DEVICE)
     compiled = torch.compile(functools.partial(delta_rule, backend=backend), backend="aot_eager")
-    assert max(errors(compiled(*inputs), delta_rule(*inputs, backend=backend))) < 1e-6
+    for _ in range(12):                                                   # Dynamo gives up after 8 compilations
+        assert max(errors(compiled(*inputs), delta_rule(*inputs, backend=backend))) < 1e-6
 
 
 @pytest.mark.parametrize("decays", [lambda a: 2 * a - 1, lambda a: a * (a > 0.5), lambda a: None])
