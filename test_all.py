@@ -1089,6 +1089,7 @@ def test_auto_leaves_kernels_that_raise_or_are_wrong_and_says_why(pretend_gpu, w
 def test_auto_says_what_the_kernels_cannot_do(pretend_gpu):
     assert kernels.resolve_backend("auto", "cpu") == ("torch", "chunks, on any device")
     assert "fp32" in kernels.why_not_triton(torch.device("cuda"), torch.float64, 64, 64)
+    assert "not triton: at K = 1" in kernels.resolve_backend("auto", "cuda", torch.bfloat16, 1, 8)[1]
     for why, module, name, value in (
             ("the GPU is older than sm_80", torch.cuda, "get_device_capability", lambda device: (7, 5)),
             ("this machine, or this torch, has no CUDA GPU", torch.cuda, "is_available", lambda: False),
