@@ -436,13 +436,13 @@ class DeltaRuleTriton(torch.autograd.Function):
     """The three kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g (B, T, H, K) or None."""
 
     @staticmethod
-    def forward(ctx, q, k, v, beta, g, state):
+    def forward(ctx, q, k, v, beta, g, state, grad):
         q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
         (B, T, H, K), V = k.shape, v.shape[-1]
         N, grid = triton.cdiv(T, CHUNK), (B * H, triton.cdiv(V, CHUNK))
         o, end = torch.empty_like(v), torch.empty_like(state)
         m = starts = x = d = None
-        if any(ctx.needs_input_grad):
+        if grad and any(ctx.needs_input_grad):                           # the latter also under no_grad
             m, starts = state.new_empty(B * H, N, CHUNK, CHUNK), v.new_empty(B * H, N, V, K)
             x, d = torch.empty_like(v), torch.empty_like(v)
         with torch.cuda.device_of(k):                                    # k may be on another GPU
@@ -464,7 +464,7 @@ class DeltaRuleTriton(torch.autograd.Function):
                                         T, H, K, V, **settings(K))
             backward_inputs_kernel[(B * H * N,)](q, k, beta, g, x, d, starts, do, dy, ds_after,
                                                  dq, dk, dv, dbeta, dg, T, H, K, V, **settings(K))
-        return dq, dk, dv, dbeta, dg, dstart
+        return dq, dk, dv, dbeta, dg, dstart, None
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -641,7 +641,7 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
             o, S = DeltaRuleChunks.apply(q, k, v, beta, g, S, min(C, T) if g is None else min(C, T, 16))
         else:
             g = g if g is None else g.expand_as(k)
-            o, S = opaque(APPLY)(q, k, v, beta, g, S)
+            o, S = opaque(APPLY)(q, k, v, beta, g, S, torch.is_grad_enabled())
     return o.to(out_dtype), S
 
 

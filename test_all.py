@@ -1039,6 +1039,18 @@ def test_kernels_run_on_the_gpu_of_their_tensors(monkeypatch):
     assert seen == [k.data_ptr()] * 2                                     # forward and backward
 
 
+@triton_is_here
+def test_without_gradients_the_kernels_save_nothing(monkeypatch):
+    """Under no_grad, also if the inputs require gradients."""
+    inputs, saved = example("any", 1, 2, 1, 3, 3, -0.3, torch.float32, DEVICE), []
+    inputs = [x.requires_grad_() for x in inputs]
+    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", lambda ctx, *x: saved.append(x))
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            delta_rule(*inputs, backend="triton")
+    assert [any(x is None for x in some) for some in saved] == [False, True]
+
+
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     """As if the interpreter's kernels ran on an H100: resolve_backend with "auto" tries them out."""
@@ -1054,11 +1066,11 @@ def test_auto_tries_swaps_with_and_without_gates_and_gradients_wherever_it_is_ca
     tried = set()
     apply = kernels.APPLY
 
-    def watched(q, k, v, beta, g, S):
+    def watched(q, k, v, beta, g, S, grad):
         assert (k != 0).sum(-1).max() == 2 and beta.min() == 2 and S.abs().min() > 0
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16            # not widened on the way
-        tried.add((k.shape[1], g is not None, k.requires_grad))
-        return apply(q, k, v, beta, g, S)
+        tried.add((k.shape[1], g is not None, grad and k.requires_grad))
+        return apply(q, k, v, beta, g, S, grad)
     pretend_gpu.setattr(kernels, "APPLY", watched)
     with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
         assert kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)[0] == "triton"
