@@ -617,11 +617,11 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     None for a good number; with gates it is at most 16.
 
     Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v
-    is), also under autocast (with the loop, in the forward only). Differentiable once, in every tensor. Keys
-    may be zero, or have any length from 1e-12 (1e-6 with gates at the clamp) to 1e12. beta is not checked:
-    outside [0, 2] an eigenvalue leaves [-1, 1], and the state explodes. Raises ValueError, with the reason,
-    for bad shapes and for a backend that is not available. On a GPU, "auto" tries the kernels once, and warns
-    if it rejects them: so call this before you capture a CUDA graph."""
+    is), also under autocast (with the loop, in the forward only). If you allow TF32, loop and torch use it.
+    Differentiable once, in every tensor. Keys may be zero, or have any length from 1e-12 (1e-6 with gates at
+    the clamp) to 1e12. beta is not checked: outside [0, 2] an eigenvalue leaves [-1, 1], and the state
+    explodes. Raises ValueError, with the reason, for bad shapes and for a backend that is not available. On a
+    GPU, "auto" tries the kernels once, and warns if it rejects them: call it before you capture a CUDA graph."""
     if g is not None and g.dim() == 3:
         g = g[..., None]
     B, T, H, K, V = check(q, k, v, state, g, beta=beta)
