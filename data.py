@@ -360,10 +360,10 @@ class Repl(Task):
 
     A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, it permutes M
     random ones), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4 64x8; ours
-    starts easier, and ends earlier to save time. P1 also prints once before the first command; we do not. n_vars
-    is 2 to 9, so that values are digits."""
+    starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so that values
+    are digits."""
     prompt = ">>> "
-    curriculum = "2x1 4x2 16x2 32x4"
+    curriculum = "2x1 4x2 16x2 32x4 64x8"
     settings = ("n_vars", "moves")
     characters = ">>> print('a', a)\n  # bcdefghi=123456789"
 
@@ -376,7 +376,7 @@ class Repl(Task):
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
         self.curriculum = " ".join([*easier, self.curriculum])
         if n_vars == 2:                                   # too few programs in short stages
-            self.curriculum = "8x1 16x2 32x4"
+            self.curriculum = "8x1 16x2 32x4 64x8"
         super().__init__(**others)
 
     def program(self, rng, stage, memory):

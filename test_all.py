@@ -2204,7 +2204,7 @@ def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
     (5, "perm", "2x1:2 2x1:3 "), (3, "perm", "2x1:2 "), (9, "swap", ""), (2, "perm", None)])
 def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(n_vars, moves, easier):
     task, stages, tests, _ = train.build(Config(n_vars=n_vars, moves=moves))
-    expected = "8x1 16x2 32x4" if easier is None else f"{easier}2x1 4x2 16x2 32x4"
+    expected = "8x1 16x2 32x4 64x8" if easier is None else f"{easier}2x1 4x2 16x2 32x4 64x8"
     assert task.curriculum == expected
     for stage in stages + tests:
         assert task.batch(0, "test", stage, 0, 1).asked.any()

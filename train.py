@@ -93,7 +93,7 @@ class Config:
     # held-out traces
     eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and harder ones
     eval_samples: int = 64         # traces of each
-    eval_every: int = 100          # steps between two evaluations, and two checkpoints, during training
+    eval_every: int = 200          # steps between two evaluations, and two checkpoints, during training
     # the machine
     seed: int = 0                  # of weights and data; the same seed gives the same run
     device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, mps or cpu
