@@ -194,9 +194,10 @@ class DeltaRuleChunks(torch.autograd.Function):
         gated, (B, T, H) = half is not None, ctx.shape
         BH, N = B * H, len(S) // (B * H)
         dO = to_chunks(dO, K.shape[1])
-        dD, dS_inside = P.mT @ dO, Q_read.mT @ dO                        # (N*B*H, C, V), (NBH, K, V)
-        dY, dX = torch.empty_like(dD), torch.empty_like(dD)
+        dD = P.mT @ dO                                                   # (N*B*H, C, V)
+        dY, dX = torch.empty_like(dD), dD                                # dX overwrites dD
         dS_after = dS.new_empty(N + 1, BH, *dS.shape[2:])                # dS_after[n + 1] is dS' of chunk n
+        torch.bmm(Q_read.mT, dO, out=dS_after[:N].flatten(0, 1))         # (N*B*H, K, V)
         dS_after[N] = dS.flatten(0, 1)
         for n in reversed(range(N)):
             now = slice(n * BH, (n + 1) * BH)
@@ -205,21 +206,21 @@ class DeltaRuleChunks(torch.autograd.Function):
             dD[now].baddbmm_(K_write[now], dS_after[n + 1])
             torch.bmm(M[now].mT, dD[now], out=dY[now])
             torch.mul(b[now], dY[now], out=dX[now])
-            dS_inside[now].baddbmm_(K_read[now].mT, dX[now], alpha=-1)
-            torch.add(dS_after[n + 1], dS_inside[now], out=dS_after[n])
+            dS_after[n].baddbmm_(K_read[now].mT, dX[now], alpha=-1).add_(dS_after[n + 1])
             if gated:
                 dS_after[n] *= half[now]
         dS, dS_after = dS_after[0].clone(), dS_after[1:].flatten(0, 1)
 
         dP, dA = torch.bmm(dO, D.mT).tril_(), torch.bmm(dY, D.mT).neg_().tril_(-1)
+        dbeta = (dY * X).sum(-1, keepdim=True) / norm2 + (dA * U).sum(-1, keepdim=True)
         G = b * dA
         dQ_read = torch.bmm(dO, S.mT).baddbmm_(dP, K_write)
         dK_read = torch.bmm(G, K_write).baddbmm_(dX, S.mT, alpha=-1)
         dK_write = D @ dS_after.mT
         if gated:                                                        # sum_V S' * dS'
             at_end = (S * dS_after).sum(-1) + (K_write * dK_write).sum(-2)
+        del dO, dY, dS_after                                             # or the copies below set the peak
         dK_write.baddbmm_(dP.mT, Q_read).baddbmm_(G.mT, K_read)
-        dbeta = (dY * X).sum(-1, keepdim=True) / norm2 + (dA * U).sum(-1, keepdim=True)
         dg = None
         if gated:
             dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write
