@@ -320,8 +320,9 @@ class Attention(nn.Module):
         if state:
             k = torch.cat([state[0], k], 2)
             v = torch.cat([state[1], v], 2)
-        mask = causal_lower_right(q.shape[2], k.shape[2])               # the last query sees all keys
-        o = F.scaled_dot_product_attention(q, k, v, mask)
+        # The last query sees all keys. causal_lower_right makes, and never reads, a float tensor (2, T, T).
+        mask = causal_lower_right(q.shape[2], k.shape[2]) if state else None
+        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not state)
         y = self.out(o.transpose(1, 2).flatten(2))
         return y, (k, v)
 
