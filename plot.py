@@ -468,7 +468,7 @@ def automaton(args, traces=256):
         sources = [line.source for line in lines]
         held = list(map(execute, sources, memories))
         if ", " in sources[0] and " = " in sources[0]:      # a command
-            said = (beliefs(task, model, state, traces).argmax(-1) - ord("0")).tolist()
+            said = (1 + beliefs(task, model, state, traces).argmax(-1) - task.tokenizer.ids[b"1"]).tolist()
             right += map(list.__eq__, said, held)
             if before:
                 steps += map(list.__eq__, said, map(execute, sources, before))
@@ -485,7 +485,7 @@ def movie(args, lines=40):
     """The first lines of a held-out trace, one per frame. Beside them, how probable each value of a variable
     is to the model, and a ring at the one that it holds in Python: red if another is the most probable."""
     _, task, stage, model = one_model(args, 1)
-    trace, n = task.draw(random.Random(0), stage, "test")[:lines], task.n_vars
+    trace, n, one = task.draw(random.Random(0), stage, "test")[:lines], task.n_vars, task.tokenizer.ids[b"1"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(5, 2.6), width_ratios=[1.3, 1])
     figure.suptitle("Shade: what the model believes. Ring: what Python holds", fontsize=9)
     left.axis("off")
@@ -506,7 +506,7 @@ def movie(args, lines=40):
             if len(held) < n:                               # no trace asks before all variables are set
                 continue
             if not line.source.startswith("print"):         # then the model expects what it prints
-                [chances] = beliefs(task, model, state)[:, :, ord("1"):ord("1") + n].numpy()
+                [chances] = beliefs(task, model, state)[:, :, one:one + n].numpy()
             text.set_text("".join(read[-14:]).strip())
             image.set_data(chances)
             rings.set_offsets([(value - 1, row) for row, value in enumerate(held)])
