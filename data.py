@@ -78,9 +78,9 @@ BYTES = [bytes([i]) for i in range(256)] + [lexeme.encode() for lexeme in LEXEME
 
 
 def pieces_of(text):
-    """The pieces that texts need which have only the characters of this one: NUL, its characters, lexemes."""
-    letters = sorted({*text})
-    return [b"\0"] + [piece.encode() for piece in (*letters, *LEXEMES) if {*piece} <= {*text}]
+    """-> the vocabulary for texts of these characters: NUL, the characters, the lexemes made of them."""
+    characters = sorted({*text})
+    return [b"\0"] + [piece.encode() for piece in (*characters, *LEXEMES) if {*piece} <= {*characters}]
 
 
 class Tokenizer:

@@ -471,7 +471,7 @@ class DeltaRuleTriton(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # Which backend: what the kernels cannot do, and, on a GPU, a trial
 
-APPLY = DeltaRuleTriton.apply  # a new object at each access, for which torch.compile may compile again
+APPLY = DeltaRuleTriton.apply  # kept: each access makes a new object, which torch 2.14 would compile again
 BACKENDS = ("loop", "torch", "triton")
 TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of `errors`, up to 100 steps

@@ -485,7 +485,8 @@ def movie(args, lines=40):
     """The first lines of a held-out trace, one per frame. Beside them, how probable each value of a variable
     is to the model, and a ring at the one that it holds in Python: red if another is the most probable."""
     _, task, stage, model = one_model(args, 1)
-    trace, n, one = task.draw(random.Random(0), stage, "test")[:lines], task.n_vars, task.tokenizer.ids[b"1"]
+    trace, n = task.draw(random.Random(0), stage, "test")[:lines], task.n_vars
+    one = task.tokenizer.ids[b"1"]                          # other digits follow
     figure, (left, right) = plt.subplots(1, 2, figsize=(5, 2.6), width_ratios=[1.3, 1])
     figure.suptitle("Shade: what the model believes. Ring: what Python holds", fontsize=9)
     left.axis("off")

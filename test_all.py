@@ -98,12 +98,13 @@ def test_every_string_survives_the_tokenizer():
     assert len(tokenizer.encode(">>> a, b, c, d, e = c, e, b, a, d\n")) == 21
 
 
-@pytest.mark.parametrize("kind", [Repl, Inverse])
-def test_a_small_vocabulary_says_the_same(kind):
-    """A task's own vocabulary splits every text as the 256 bytes and all lexemes do, and refuses other characters."""
-    task, everything, rng = kind(states="text"), Tokenizer(), random.Random(0)
+@pytest.mark.parametrize("kind, n_vars, moves, states", [*itertools.product(
+    [Repl, Inverse], range(2, 10), ["perm", "swap"], ["none", "text"])])
+def test_a_small_vocabulary_says_the_same(kind, n_vars, moves, states):
+    """A task's own vocabulary splits its texts as the 256 bytes and all lexemes do, and refuses other characters."""
+    task, everything, rng = kind(n_vars, moves, states=states), Tokenizer(), random.Random(0)
     for split in ("train", "test"):
-        text = "".join(line.text for line in task.draw(rng, Stage(16, 2), split))
+        text = "".join(line.text for line in task.draw(rng, Stage(64, 2), split))
         ids = task.tokenizer.encode(text)
         assert task.tokenizer.decode(ids) == text
         assert [task.tokenizer.pieces[i] for i in ids] == [everything.pieces[i] for i in everything.encode(text)]
@@ -1114,13 +1115,23 @@ def test_auto_says_what_the_kernels_cannot_do(pretend_gpu):
             kernels.resolve_backend("triton", "cuda")
 
 
+@triton_is_here
+def test_torch_compile_meets_one_function(monkeypatch):
+    """Not a new one at each call: torch 2.14 would compile each, and give up at the ninth."""
+    inputs, met = example("any", 1, 2, 1, 3, 3, None, torch.float32, DEVICE), []
+    monkeypatch.setattr(kernels, "opaque", lambda f: met.append(f) or f)
+    for _ in range(2):
+        delta_rule(*inputs, backend="triton")
+    assert met[0] is met[1]
+
+
 @slow
 @triton_is_here
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_torch_compile_changes_nothing(backend):
     inputs = example("any", 1, 20, 1, gate=-0.3, dtype=torch.float32, device=DEVICE)
     compiled = torch.compile(functools.partial(delta_rule, backend=backend), backend="aot_eager")
-    for _ in range(12):                                                   # Dynamo gives up after 8 compilations
+    for _ in range(12):                                                   # with torch 2.14, the ninth once failed
         assert max(errors(compiled(*inputs), delta_rule(*inputs, backend=backend))) < 1e-6
 
 
