@@ -24,7 +24,7 @@ the chunks' formulas, capitals, except S, have C rows: Q, K, V are a chunk's que
 
     delta_rule(..., backend="loop")    the reference: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
-    delta_rule(..., backend="triton")  the same on a GPU, in one kernel forward and two backward
+    delta_rule(..., backend="triton")  the same on a GPU, in two kernels forward and two backward
     decay_scan(...)                    linear attention with decay, S_t = a_t S_{t-1} + k_t v_t^T
 
 On a first reading, take the loop, then the chunks; the GPU kernels can wait.
@@ -52,7 +52,6 @@ except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=lambda x: x)
     jit = kernel = lambda f: f
 
-OLDEST_TRITON = [3, 6]  # the oldest that the kernels were compiled and checked with
 LOG_MIN = -7.0  # least log-gate: in 16 steps, exp(7 * 16 / 2) times a key of 1e12 fits into fp32
 
 
@@ -239,14 +238,14 @@ class DeltaRuleChunks(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # The same chunks on a GPU
 #
-# forward_kernel: a GPU program keeps BV columns of one head's state in registers and loops over the chunks.
-# For the backward it saves M, X, D and the S that each chunk starts from. backward_state_kernel walks back in
-# the same way with dS', and saves dY and each chunk's dS'. backward_inputs_kernel runs one program per chunk.
-# All but M is saved in the inputs' dtype: in bf16, gradients have errors up to 3 %.
+# prepare_kernel and backward_inputs_kernel run one program per chunk; the first computes what does not depend
+# on the state: M, P, b. A program of forward_kernel keeps C columns of one head's state in registers, loops
+# over the chunks, and saves X, D and what S each starts from. backward_state_kernel walks back with dS', and
+# saves dY and each dS'. All but M, P, b is saved in the inputs' dtype: in bf16, gradients are up to 3 % off.
 #
 # Capitals are tiles; the same small letters are pointers to them. K is n_k wide and padded to BK. St is
-# S transposed, BV x BK: so the left factor of each product has C = BV = 16 rows, and Triton does not use
-# Hopper's 64-row wgmma, with which similar scans gave wrong results (flash-linear-attention #640, #984).
+# S transposed, C x BK: so the left factor of each product has C = 16 rows, and Triton does not use Hopper's
+# 64-row wgmma, with which similar scans gave wrong results (flash-linear-attention #640, #984).
 #
 # Tensor cores multiply bf16. A state that is rounded to bf16 where it is read is 3 % off after 4,096 swaps.
 # But an fp32 number is a sum of three bf16 numbers; of the nine products, bf16x6 adds the six largest.
@@ -257,9 +256,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a
 @jit
 def dot(a, b):
     """a b in fp32: one product for bf16 tiles, else six."""
-    if INTERPRETED:                                                      # the interpreter has no bf16
-        return tl.dot(a, b)
-    elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+    if INTERPRETED or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):   # the interpreter has no bf16
         return tl.dot(a, b)
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="bf16x6")
@@ -324,29 +321,37 @@ def inverse(A):
 
 
 @kernel
-def forward_kernel(q, k, v, beta, g, start, o, end, m, starts, x, d, T, H, n_k, n_v,
-                   C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    bh, v_block = tl.program_id(0).to(tl.int64), tl.program_id(1)        # offsets may pass 2^31
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)
-    ks, vs = tl.arange(0, BK), v_block * BV + tl.arange(0, BV)
+def prepare_kernel(q, k, beta, g, m, p, b, T, H, n_k, C: tl.constexpr, BK: tl.constexpr):
+    chunk = tl.program_id(0).to(tl.int64)                                # offsets may pass 2^31
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    row, exists = steps_of(chunk % tl.cdiv(T, C), chunk // tl.cdiv(T, C), T, H, C)
+    _, Q_read, K_read, K_write, _, _, _ = load_rescaled(q, k, g, row, exists, tl.arange(0, BK), n_k)
+    Beta = tl.load(beta + row, exists, 0.0)
+    U, _, rate = key_products(K_read, K_write, Beta)
+    tl.store(b + row, rate, exists)
+    tl.store(m + (chunk * C + i) * C + j, inverse(tl.where(i > j, Beta[:, None] * U, 0.0)))
+    tl.store(p + (chunk * C + i) * C + j, tl.where(i >= j, dot(Q_read, tl.trans(K_write)), 0.0))
+
+
+@kernel
+def forward_kernel(q, k, v, g, m, p, b, start, o, end, starts, x, d, T, H, n_k, n_v,
+                   C: tl.constexpr, BK: tl.constexpr):
+    bh = tl.program_id(0).to(tl.int64)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    ks, vs = tl.arange(0, BK), tl.program_id(1) * C + tl.arange(0, C)
     St = tl.trans(load_rows(start, bh * n_k + ks, ks < n_k, vs, n_v))
     for n in range(tl.cdiv(T, C)):
+        chunk = bh * tl.cdiv(T, C) + n
         row, exists = steps_of(n, bh, T, H, C)
-        K, Q_read, K_read, K_write, to_read, to_write, half = load_rescaled(q, k, g, row, exists, ks, n_k)
-        V, Beta = load_rows(v, row, exists, vs, n_v), tl.load(beta + row, exists, 0.0)
-        U, norm2, b = key_products(K_read, K_write, Beta)
-        M = inverse(tl.where(i > j, Beta[:, None] * U, 0.0))
-        P = tl.where(i >= j, dot(Q_read, tl.trans(K_write)), 0.0)
-
+        _, Q_read, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
+        M, P = tl.load(m + (chunk * C + i) * C + j), tl.load(p + (chunk * C + i) * C + j)
+        V, rate = load_rows(v, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
         St = half * St
         X = V - dot(K_read, tl.trans(St))
-        D = dot(M, b[:, None] * X)
+        D = dot(M, rate[:, None] * X)
         store_rows(o, row, exists, vs, n_v, dot(Q_read, tl.trans(St)) + dot(P, D))
         if starts is not None:                                           # there will be a backward
-            chunk = bh * tl.cdiv(T, C) + n
             store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
-            first = j < C - v_block * C                                  # only v_block 0 stores M
-            store_rows(m, chunk * C + j, first, j, C, M)
             store_rows(x, row, exists, vs, n_v, X)
             store_rows(d, row, exists, vs, n_v, D)
         St = half * (St + dot(tl.trans(D), K_write))
@@ -354,32 +359,30 @@ def forward_kernel(q, k, v, beta, g, start, o, end, m, starts, x, d, T, H, n_k, 
 
 
 @kernel
-def backward_state_kernel(q, k, beta, g, m, do, dend, dy, ds_after, dstart, T, H, n_k, n_v,
-                          C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    bh, v_block = tl.program_id(0).to(tl.int64), tl.program_id(1)        # offsets may pass 2^31
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)
-    ks, vs = tl.arange(0, BK), v_block * BV + tl.arange(0, BV)
+def backward_state_kernel(q, k, g, m, p, b, do, dend, dy, ds_after, dstart, T, H, n_k, n_v,
+                          C: tl.constexpr, BK: tl.constexpr):
+    bh = tl.program_id(0).to(tl.int64)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    ks, vs = tl.arange(0, BK), tl.program_id(1) * C + tl.arange(0, C)
     dSt = tl.trans(load_rows(dend, bh * n_k + ks, ks < n_k, vs, n_v))
     for n in range(tl.cdiv(T, C) - 1, -1, -1):
         chunk = bh * tl.cdiv(T, C) + n
         row, exists = steps_of(n, bh, T, H, C)
-        K, Q_read, K_read, K_write, to_read, to_write, half = load_rescaled(q, k, g, row, exists, ks, n_k)
-        dO, M = load_rows(do, row, exists, vs, n_v), load_rows(m, chunk * C + j, j < C, j, C)
-        U, norm2, b = key_products(K_read, K_write, tl.load(beta + row, exists, 0.0))
-        P = tl.where(i >= j, dot(Q_read, tl.trans(K_write)), 0.0)
-
+        _, Q_read, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
+        M, P = tl.load(m + (chunk * C + i) * C + j), tl.load(p + (chunk * C + i) * C + j)
+        dO, rate = load_rows(do, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
         dSt = half * dSt
         store_rows(ds_after, chunk * n_v + vs, vs < n_v, ks, n_k, dSt)
         dD = dot(tl.trans(P), dO) + dot(K_write, tl.trans(dSt))
         dY = dot(tl.trans(M), dD)
         store_rows(dy, row, exists, vs, n_v, dY)
-        dSt = half * (dSt + dot(tl.trans(dO), Q_read) - dot(tl.trans(b[:, None] * dY), K_read))
+        dSt = half * (dSt + dot(tl.trans(dO), Q_read) - dot(tl.trans(rate[:, None] * dY), K_read))
     store_rows(dstart, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(dSt))
 
 
 @kernel
 def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk, dv, dbeta, dg,
-                           T, H, n_k, n_v, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+                           T, H, n_k, n_v, C: tl.constexpr, BK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     bh, n = chunk // tl.cdiv(T, C), chunk % tl.cdiv(T, C)
     i, j, ks = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)
@@ -391,8 +394,8 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
     dQ_read, dYS = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
     dK_write, kept = tl.zeros((C, BK), tl.float32), tl.zeros((BK,), tl.float32)
     dYX = tl.zeros((C,), tl.float32)
-    for first in range(0, n_v, BV):
-        vs = first + tl.arange(0, BV)
+    for first in range(0, n_v, C):
+        vs = first + tl.arange(0, C)
         X, D = load_rows(x, row, exists, vs, n_v), load_rows(d, row, exists, vs, n_v)
         dO, dY = load_rows(do, row, exists, vs, n_v), load_rows(dy, row, exists, vs, n_v)
         St = load_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k)
@@ -423,18 +426,17 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
         store_rows(dg, row, exists, ks, n_k, tl.cumsum(dc, 0, reverse=True))
 
 
-CHUNK, WIDEST = 16, 128                                  # C and BV; largest K or V
-WARPS = {16: 1, 32: 2, 64: 4, 128: 8}                    # by K, rounded up
+CHUNK, WIDEST = 16, 128                                  # C; largest K or V
 
 
 def settings(K):
-    """-> what the kernels are compiled with: sizes of tiles, warps."""
+    """-> what the kernels are compiled with: tiles, warps; the next chunk is loaded while one is computed."""
     BK = max(16, triton.next_power_of_2(K))
-    return dict(C=CHUNK, BK=BK, BV=CHUNK, num_warps=WARPS[BK], num_stages=1)
+    return dict(C=CHUNK, BK=BK, num_warps=BK // 16, num_stages=2)
 
 
 class DeltaRuleTriton(torch.autograd.Function):
-    """The three kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g (B, T, H, K) or None."""
+    """The four kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g (B, T, H, K) or None."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, g, state, grad):
@@ -442,26 +444,27 @@ class DeltaRuleTriton(torch.autograd.Function):
         (B, T, H, K), V = k.shape, v.shape[-1]
         N, grid = triton.cdiv(T, CHUNK), (B * H, triton.cdiv(V, CHUNK))
         o, end = torch.empty_like(v), torch.empty_like(state)
-        m = starts = x = d = None
+        m, p, b = *state.new_empty(2, B * H, N, CHUNK, CHUNK), torch.empty_like(beta)
+        starts = x = d = None
         if grad and any(ctx.needs_input_grad):                           # the latter also under no_grad
-            m, starts = state.new_empty(B * H, N, CHUNK, CHUNK), v.new_empty(B * H, N, V, K)
-            x, d = torch.empty_like(v), torch.empty_like(v)
+            starts, x, d = v.new_empty(B * H, N, V, K), torch.empty_like(v), torch.empty_like(v)
         with torch.cuda.device_of(k):                                    # k may be on another GPU
-            forward_kernel[grid](q, k, v, beta, g, state, o, end, m, starts, x, d, T, H, K, V, **settings(K))
-        ctx.save_for_backward(q, k, beta, g, m, starts, x, d)
+            prepare_kernel[(B * H * N,)](q, k, beta, g, m, p, b, T, H, K, **settings(K))
+            forward_kernel[grid](q, k, v, g, m, p, b, state, o, end, starts, x, d, T, H, K, V, **settings(K))
+        ctx.save_for_backward(q, k, beta, g, m, p, b, starts, x, d)
         return o, end
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dend):
-        q, k, beta, g, m, starts, x, d = ctx.saved_tensors
+        q, k, beta, g, m, p, b, starts, x, d = ctx.saved_tensors
         do, dend = do.contiguous(), dend.contiguous()
         (B, T, H, K), V, N = k.shape, x.shape[-1], starts.shape[1]
         dy, ds_after, dstart = torch.empty_like(x), torch.empty_like(starts), torch.empty_like(dend)
         dq, dk, dv, dbeta, dg = (y if y is None else torch.empty_like(y) for y in (q, k, x, beta, g))
         grid = B * H, triton.cdiv(V, CHUNK)
         with torch.cuda.device_of(k):
-            backward_state_kernel[grid](q, k, beta, g, m, do, dend, dy, ds_after, dstart,
+            backward_state_kernel[grid](q, k, g, m, p, b, do, dend, dy, ds_after, dstart,
                                         T, H, K, V, **settings(K))
             backward_inputs_kernel[(B * H * N,)](q, k, beta, g, x, d, starts, do, dy, ds_after,
                                                  dq, dk, dv, dbeta, dg, T, H, K, V, **settings(K))
@@ -481,9 +484,6 @@ def why_not_triton(device, dtype, K, V):
     """-> why the kernels cannot take these, or None."""
     if triton is None:
         return "the package triton is not installed"
-    version = [int(x) for x in triton.__version__.split(".")[:2]]
-    if version < OLDEST_TRITON:
-        return "triton {}.{} is older than the {}.{} these kernels need".format(*version, *OLDEST_TRITON)
     if device.type != "cuda" and not INTERPRETED:
         return f"tensors are on the {device.type}, kernels run on a CUDA GPU"
     if dtype == torch.float64:

@@ -890,8 +890,7 @@ def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
 # kernels.py
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                   # of the Triton kernels
-VERSION = [int(x) for x in kernels.triton.__version__.split(".")[:2]] if kernels.triton else [0, 0]
-triton_is_here = pytest.mark.skipif(VERSION < kernels.OLDEST_TRITON, reason="needs triton, not too old")
+triton_is_here = pytest.mark.skipif(kernels.triton is None, reason="needs triton")
 BACKENDS = "loop", "torch", pytest.param("triton", marks=triton_is_here)
 KEYS = ("any", "transpositions", 0, 1e-6, 1e-3)  # a number: all are along one key, but for so much noise
 GATES = (None, -1e-3, -0.3, LOG_MIN, -40)        # means of log-gates; the last one is clamped
@@ -1107,7 +1106,6 @@ def test_auto_says_what_the_kernels_cannot_do(pretend_gpu):
             ("the GPU is older than sm_80", torch.cuda, "get_device_capability", lambda device: (7, 5)),
             ("this machine, or this torch, has no CUDA GPU", torch.cuda, "is_available", lambda: False),
             ("heads are 64 wide, the kernels take 32", kernels, "WIDEST", 32),
-            ("triton 3.2 is older than the 3.6 these kernels need", kernels.triton, "__version__", "3.2.0"),
             ("the package triton is not installed", kernels, "triton", None)):
         pretend_gpu.setattr(module, name, value)
         assert kernels.resolve_backend("auto", "cuda") == ("torch", f"not triton: {why}")
