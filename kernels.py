@@ -238,10 +238,12 @@ class DeltaRuleChunks(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # The same chunks on a GPU
 #
-# prepare_kernel and backward_inputs_kernel run one program per chunk; the first computes what does not depend
-# on the state: M, P, b. A program of forward_kernel keeps C columns of one head's state in registers, loops
-# over the chunks, and saves X, D and what S each starts from. backward_state_kernel walks back with dS', and
-# saves dY and each dS'. All but M, P, b is saved in the inputs' dtype: in bf16, gradients are up to 3 % off.
+# prepare_kernel: one program per head and chunk, for what does not depend on the state: M, P and b.
+# forward_kernel: a program keeps C columns of one head's state in registers, and loops over the chunks. For the
+#   backward, it saves X, D and the S that each chunk starts from.
+# backward_state_kernel: the same from the last chunk to the first, with dS'. It saves dY and each chunk's dS'.
+# backward_inputs_kernel: one program per head and chunk, for all other gradients.
+# M, P and b are fp32. All else is saved in the inputs' dtype: in bf16, gradients are up to 3 % off.
 #
 # Capitals are tiles; the same small letters are pointers to them. K is n_k wide and padded to BK. St is
 # S transposed, C x BK: so the left factor of each product has C = 16 rows, and Triton does not use Hopper's
@@ -327,8 +329,8 @@ def prepare_kernel(q, k, beta, g, m, p, b, T, H, n_k, C: tl.constexpr, BK: tl.co
     row, exists = steps_of(chunk % tl.cdiv(T, C), chunk // tl.cdiv(T, C), T, H, C)
     _, Q_read, K_read, K_write, _, _, _ = load_rescaled(q, k, g, row, exists, tl.arange(0, BK), n_k)
     Beta = tl.load(beta + row, exists, 0.0)
-    U, _, rate = key_products(K_read, K_write, Beta)
-    tl.store(b + row, rate, exists)
+    U, _, b_tile = key_products(K_read, K_write, Beta)
+    tl.store(b + row, b_tile, exists)
     tl.store(m + (chunk * C + i) * C + j, inverse(tl.where(i > j, Beta[:, None] * U, 0.0)))
     tl.store(p + (chunk * C + i) * C + j, tl.where(i >= j, dot(Q_read, tl.trans(K_write)), 0.0))
 
@@ -345,10 +347,10 @@ def forward_kernel(q, k, v, g, m, p, b, start, o, end, starts, x, d, T, H, n_k, 
         row, exists = steps_of(n, bh, T, H, C)
         _, Q_read, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
         M, P = tl.load(m + (chunk * C + i) * C + j), tl.load(p + (chunk * C + i) * C + j)
-        V, rate = load_rows(v, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
+        V, b_tile = load_rows(v, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
         St = half * St
         X = V - dot(K_read, tl.trans(St))
-        D = dot(M, rate[:, None] * X)
+        D = dot(M, b_tile[:, None] * X)
         store_rows(o, row, exists, vs, n_v, dot(Q_read, tl.trans(St)) + dot(P, D))
         if starts is not None:                                           # there will be a backward
             store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
@@ -370,13 +372,13 @@ def backward_state_kernel(q, k, g, m, p, b, do, dend, dy, ds_after, dstart, T, H
         row, exists = steps_of(n, bh, T, H, C)
         _, Q_read, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
         M, P = tl.load(m + (chunk * C + i) * C + j), tl.load(p + (chunk * C + i) * C + j)
-        dO, rate = load_rows(do, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
+        dO, b_tile = load_rows(do, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
         dSt = half * dSt
         store_rows(ds_after, chunk * n_v + vs, vs < n_v, ks, n_k, dSt)
         dD = dot(tl.trans(P), dO) + dot(K_write, tl.trans(dSt))
         dY = dot(tl.trans(M), dD)
         store_rows(dy, row, exists, vs, n_v, dY)
-        dSt = half * (dSt + dot(tl.trans(dO), Q_read) - dot(tl.trans(rate[:, None] * dY), K_read))
+        dSt = half * (dSt + dot(tl.trans(dO), Q_read) - dot(tl.trans(b_tile[:, None] * dY), K_read))
     store_rows(dstart, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(dSt))
 
 
@@ -388,7 +390,7 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
     i, j, ks = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)
     row, exists = steps_of(n, bh, T, H, C)
     K, Q_read, K_read, K_write, to_read, to_write, half = load_rescaled(q, k, g, row, exists, ks, n_k)
-    U, norm2, b = key_products(K_read, K_write, tl.load(beta + row, exists, 0.0))
+    U, norm2, b_tile = key_products(K_read, K_write, tl.load(beta + row, exists, 0.0))
 
     dP, dA = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     dQ_read, dYS = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
@@ -400,7 +402,7 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
         dO, dY = load_rows(do, row, exists, vs, n_v), load_rows(dy, row, exists, vs, n_v)
         St = load_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k)
         dSt = load_rows(ds_after, chunk * n_v + vs, vs < n_v, ks, n_k)
-        store_rows(dv, row, exists, vs, n_v, b[:, None] * dY)
+        store_rows(dv, row, exists, vs, n_v, b_tile[:, None] * dY)
         dYX += tl.sum(dY.to(tl.float32) * X, 1)
         dP += dot(dO, tl.trans(D))
         dA -= dot(dY, tl.trans(D))
@@ -410,13 +412,13 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
         kept += tl.sum(St.to(tl.float32) * dSt, 0)
 
     dP, dA = tl.where(i >= j, dP, 0.0), tl.where(i > j, dA, 0.0)
-    G = b[:, None] * dA
+    G = b_tile[:, None] * dA
     at_end = kept + tl.sum(K_write * dK_write, 0)                        # sum_V S' * dS'
     dQ_read += dot(dP, K_write)
-    dK_read = dot(G, K_write) - b[:, None] * dYS
+    dK_read = dot(G, K_write) - b_tile[:, None] * dYS
     dK_write += dot(tl.trans(dP), Q_read) + dot(tl.trans(G), K_read)
     dBeta = tl.div_rn(dYX, norm2) + tl.sum(tl.where(i > j, dA * U, 0.0), 1)
-    dK = to_read * dK_read + to_write * dK_write - 2 * dBeta[:, None] * (b[:, None] * K)
+    dK = to_read * dK_read + to_write * dK_write - 2 * dBeta[:, None] * (b_tile[:, None] * K)
     store_rows(dq, row, exists, ks, n_k, to_read * dQ_read)
     store_rows(dk, row, exists, ks, n_k, dK)
     tl.store(dbeta + row, dBeta, exists)
@@ -430,7 +432,7 @@ CHUNK, WIDEST = 16, 128                                  # C; largest K or V
 
 
 def settings(K):
-    """-> what the kernels are compiled with: tiles, warps; the next chunk is loaded while one is computed."""
+    """-> what the kernels are compiled with. num_stages 2: a loop may load its next tiles while it computes."""
     BK = max(16, triton.next_power_of_2(K))
     return dict(C=CHUNK, BK=BK, num_warps=BK // 16, num_stages=2)
 
@@ -570,8 +572,7 @@ def opaque(f):
 
 
 def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=64):
-    """-> the backend for this device, dtype and head widths, and the reason. ValueError if the requested one
-    is not available."""
+    """-> the backend for this device, dtype and head widths, and why. ValueError if the one asked for cannot run."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend '{backend}': choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
     device = torch.device(device)
@@ -589,15 +590,15 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
 # ----------------------------------------------------------------------------------------------------------
 # The public function
 
-def check(q, k, v, state, g=None, **rates):
-    """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. rates are (B, T, H)."""
+def check(q, k, v, state, g=None, **per_step):
+    """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. per_step are (B, T, H)."""
     if k.dim() != 4:
         raise ValueError(f"k is {tuple(k.shape)}, but it must be (B, T, H, K)")
     (B, T, H, K), V = k.shape, v.shape[-1]
     channels = 1 if g is not None and g.shape[-1] == 1 else K
     fitting = [("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("g", g, (B, T, H, channels)),
                ("state", state, (B, H, K, V))]
-    fitting += [(name, x, (B, T, H)) for name, x in rates.items()]
+    fitting += [(name, x, (B, T, H)) for name, x in per_step.items()]
     for name, x, shape in fitting:
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} is {tuple(x.shape)}, but beside k {tuple(k.shape)} it must be {shape}")
@@ -620,9 +621,10 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v
     is), also under autocast (with the loop, in the forward only). If you allow TF32, loop and torch use it.
     Differentiable once, in every tensor. Keys may be zero, or have any length from 1e-12 (1e-6 with gates at
-    the clamp) to 1e12. beta is not checked: outside [0, 2] an eigenvalue leaves [-1, 1], and the state
-    explodes. Raises ValueError, with the reason, for bad shapes and for a backend that is not available. On a
-    GPU, "auto" tries the kernels once, and warns if it rejects them: call it before you capture a CUDA graph."""
+    the clamp) to 1e12. beta is not checked: outside [0, 2] the state explodes. Raises ValueError, with the reason,
+    for bad shapes and for a backend that is not available. On a GPU, "auto" tries the kernels once, and warns if
+    it rejects them: call it before you capture a CUDA graph. "triton" does not try: before Triton 3.6, the error
+    is Triton's own."""
     if g is not None and g.dim() == 3:
         g = g[..., None]
     B, T, H, K, V = check(q, k, v, state, g, beta=beta)
@@ -680,8 +682,7 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
 
 @torch.no_grad()
 def drift(inputs, backend):
-    """-> relative error of the state after the steps of inputs (q, k, v, beta), in pieces of 4,096, against
-    chunks in float64; the worst head's."""
+    """-> relative error of the last state, in pieces of 4,096 steps, against chunks in float64; the worst head's."""
     S = exact = None
     for part in zip(*(x.split(4096, 1) for x in inputs)):
         _, S = delta_rule(*part, state=S, backend=backend)

@@ -2,8 +2,8 @@
 The claims, as code. Each test is a sentence that this project says of itself, checked against something else:
 a float64 loop, brute force, a real Python interpreter, finite differences, a killed process.
 
-    python -m pytest -q -n 2 test_all.py         70 to 100 seconds on two cores
-    python -m pytest -q -n 2 -m slow test_all.py   some minutes more
+    python -m pytest -q -n 2 test_all.py            70 to 100 seconds on two cores
+    python -m pytest -q -n 2 -m slow test_all.py    130 more
 """
 import __future__
 import ast
