@@ -406,9 +406,9 @@ class Repl(Task):
         return 1 / self.n_vars
 
     def check(self, stage):
-        kinds = [""] if self.moves == "swap" else ["", *map(str, range(2, self.n_vars + 1))]
+        kinds = [""] if self.moves == "swap" else ["", *map(str, range(1, self.n_vars + 1))]
         if stage.kind not in kinds:
-            raise BadInput(f"stage {stage}: write LxS; with --moves perm, LxS:2 to LxS:{self.n_vars}, too")
+            raise BadInput(f"stage {stage}: write LxS; with --moves perm, LxS:1 to LxS:{self.n_vars}, too")
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""

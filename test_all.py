@@ -321,7 +321,7 @@ def test_a_stage_with_a_range_has_all_its_lengths_equally_often():
 # data.py: what is refused
 
 @pytest.mark.parametrize("task, stage", [
-    *((Repl, stage) for stage in ("8x", "0", "4x8", "8x0", "", "8x1,16x2", "-8x1", "8x1:1", "8x1:6")),
+    *((Repl, stage) for stage in ("8x", "0", "4x8", "8x0", "", "8x1,16x2", "-8x1", "8x1:0", "8x1:6")),
     *((Parity, stage) for stage in ("8x2", "8:0", "8:9", "8:x")),
     *((Group, stage) for stage in ("8x2", "8:1", "8:x")), (lambda: Repl(5, "swap"), "8x1:3"),
     (lambda: Repl(2, "swap"), "4x4"),                            # none of its few programs is for test
