@@ -3,7 +3,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py --all                                        every figure in assets/, in seconds
     python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
-    python plot.py headline out/deltanet-repl* --at 128x16      left by_hand, right P1 Fig. 4, left
+    python plot.py headline assets/length.jsonl                 left by_hand, right read without prints
     python plot.py horizon assets/horizon.jsonl --by gates,cooldown   read without prints
     python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
@@ -130,8 +130,6 @@ def evaluations(args, needs="row", fits=lambda stage: True):
     runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
     for name, results in seeds_of(runs).items():
         name += f", {len(results)} seed{'s' if len(results) > 1 else ''}"
-        if np.mean([result["reached"] == result["trained"] for result in results]) < 0.5:
-            name += f" (never got to {results[0]['trained']})"
         for result in results:
             found += [(name, result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
     return found
@@ -213,16 +211,27 @@ def curve(args):
     return finish(axes, "traces seen", "stage", "In each band: accuracy on held-out traces, 0 to 100 %")
 
 
-def horizon(args):
-    """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL."""
-    figure, axes = plt.subplots(figsize=(9, 4.5))
-    curves = defaultdict(list)
-    rows = evaluations(args, "row LxL", lambda stage: stage.length == stage.spacing)
+def by_commands(axes, args, title):
+    """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL. A ring on each
+    curve: as long as the last traces in training (the median over seeds)."""
+    curves, ends = defaultdict(list), defaultdict(dict)
+    rows = evaluations(args, "row LxL", lambda stage: stage.length == stage.spacing and not stage.kind)
     for name, result, stage, row in rows:
         curves[name].append((stage.length, row["accuracy"]))
+        if result["reached"]:                               # by_hand has no stage
+            ends[name][result["seed"]] = parse_stages(result["reached"])[0].length
     lines(axes, curves)
-    return finish(axes, "commands before the only print", "accuracy on held-out traces",
-                  "Without a print, trained models forget", common("chance", rows), common("trained", rows))
+    drawn = {line.get_label(): line.get_data() for line in axes.lines}
+    x = [np.median(list(ends[name].values())) for name in ends]
+    y = [np.interp(at, *drawn[name]) for name, at in zip(ends, x)]
+    axes.scatter(x, y, s=150, facecolors="none", edgecolors="k", label="trained up to here")
+    return finish(axes, "commands before the only print", "accuracy of this print, held-out traces", title,
+                  common("chance", rows))
+
+
+def horizon(args):
+    """Accuracy over the commands before a trace's only print."""
+    return by_commands(plt.subplots(figsize=(9, 4.5))[1], args, "Without a print, trained models forget")
 
 
 def ladder(args):
@@ -355,8 +364,7 @@ def states_by_hand(sources, beta):
 
 def headline(args):
     """Left: what the state of models.by_hand holds while it reads commands, with beta 2 and with beta 1. Right:
-    accuracy over the commands of a long trace: at each power of 2, the mean of answers since the power
-    before (P1 Fig. 4, left)."""
+    accuracy over the commands before a trace's only print."""
     figure = plt.figure(figsize=(12, 4.8))
     left, right = figure.subfigures(1, 2, width_ratios=[1.1, 1])
     commands = ["a, b, c, d, e = c, b, a, d, e", "a, b, c, d, e = b, e, d, c, a", "a, b, c, d, e = e, d, c, b, a"]
@@ -372,16 +380,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command.replace(" = ", "\n= "), fontsize=8)
-    axes, curves = right.subplots(), defaultdict(list)
-    rows = evaluations(args, f"row of {args.at}", lambda stage: stage == parse_stages(args.at)[0])
-    for name, result, stage, row in rows:
-        by_power = defaultdict(list)
-        for i, accuracy in enumerate(row["by_answer"], 1):
-            by_power[2 ** math.ceil(math.log2(i * stage.spacing))].append(accuracy)
-        curves[name] += [(commands, np.mean(part)) for commands, part in by_power.items()]
-    lines(axes, curves)
-    finish(axes, f"commands so far in traces of {args.at}", "accuracy on held-out traces",
-           "Which models keep track?", common("chance", rows), common("trained", rows))
+    by_commands(right.subplots(), args, "Which models keep track?")
     return figure
 
 
@@ -539,9 +538,9 @@ def movie(args, lines=40):
 COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, cost,
                                     heads, automaton, movie]}
 ALL = {  # the figures of README.md and assets/RESULTS.md
-    "headline.png": "headline assets/contrast.jsonl --at 512x8 --models deltanet,deltaproduct",
+    "headline.png": "headline assets/length.jsonl",
     "ladder.png": "ladder assets/ladder.jsonl --by n_householder,n_layer",
-    "nats.png": "nats assets/belief.jsonl --models deltanet,gru,m2rnn,transformer",
+    "nats.png": "nats assets/belief.jsonl --models gated_deltanet,gru,lstm,m2rnn,transformer",
     "samples.png": "samples assets/told.jsonl --by states",
     "horizon.png": "horizon assets/horizon.jsonl --by gates,cooldown",
     "heads.png": "heads assets/heads.jsonl",

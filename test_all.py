@@ -1233,6 +1233,8 @@ def test_the_papers_numbers_come_out_exactly():
     lines = pfsa.MaybeSwaps(3).draw(random.Random(0), Stage(100, 2, "forced"), "test")
     b, c = (line.source[-1] for line in lines[2:4])
     assert [line.answer for line in lines if line.answer] == [b] * 50 + [c]
+    lines = pfsa.MaybeSwaps(3).draw(random.Random(0), Stage(100, 2, "same"), "train")
+    assert {line.answer for line in lines[4:-1] if line.answer} == {b, c}          # here it may be swapped
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -1280,7 +1282,7 @@ def believed(text):
 
 
 @pytest.mark.parametrize("n_vars, stage, answers", [
-    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (4, "16x2:forced", 9)])
+    (2, "8x2", 4), (3, "12x2", 6), (4, "12x3", 4), (5, "10x5", 2), (4, "16x2:forced", 9), (3, "16x2:same", 9)])
 def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, stage, answers):
     task, [stage] = pfsa.MaybeSwaps(n_vars), parse_stages(stage)
     traces = [task.draw(random.Random(i), stage, "test") for i in range(8)]
@@ -1325,7 +1327,7 @@ def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess(
     (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
     (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: the state is hidden"),
     (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation; train on 8x2")])
+    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation; train on 8x2:same")])
 def test_bad_automata_symbols_and_settings_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
         make()
@@ -2438,7 +2440,6 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 CHANCE = [(0, 0.25), (1, 0.25)]
-GREY = {"trained up to here": [(64, 0), (64, 1)], "chance": CHANCE}
 
 
 def on(group, at, far, model="lstm", passed="32x1", **settings):
@@ -2453,12 +2454,15 @@ FIGURES = {   # command: runs, and what each panel shows of them
                       model="gru", passed=[{"stage": stage, "samples": samples} for stage, samples in
                                            (("2x1", 16), ("4x1", 20), ("8x1", 24))])],
               [{"deltanet": [(8, 0.5)], "gru": [(8, 0.25), (16, 0.75), (24, 2.5), (32, 3.75)]}]),
-    "headline": ([result([row("8x1"), row("64x8", by_answer=[1, 0.75, 0.5, 0.25, 1, 0.5, 0.5, 0])])],
-                 [{"deltanet, 1 seed": [(8, 1), (16, 0.75), (32, 0.375), (64, 0.5)], **GREY}]),
+    "headline": ([result([row("8x8", 0.75), row("16x16", 0.5), row("8x8:2")], reached="8x1", seed=seed)
+                  for seed in (0, 1)] + [result([row("8x8", 0.5), row("16x16", 0.25)], reached="12x1", model="gru")],
+                 [{"deltanet, 2 seeds": [(8, 0.75), (16, 0.5)], "gru, 1 seed": [(8, 0.5), (16, 0.25)],
+                   "trained up to here": [(8, 0.75), (12, 0.375)], "chance": CHANCE}]),
     "horizon": ([result([row("64x64", 0.75), row("96x96", 0.5), row("128x64", 0.25)]),
                  result([row("64x64", 0.25)], seed=1), result([row("64x64", 1)], seed=2),
                  {**result([row("64x64")], None, None, seed=1), "model": "by_hand"}],
-                [{"deltanet, 3 seeds": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)], **GREY}]),
+                [{"deltanet, 3 seeds": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)],
+                  "trained up to here": [(64, 0.75)], "chance": CHANCE}]),
     "nats": ([result([row(f"{L}x2{kind}", kl=kl * L, floor=0.5) for L in (64, 128)
                       for kind, kl in (("", 1), (":forced", 2))], chance=math.exp(-2), task="pfsa")],
              [{"deltanet, 1 seed": [(64, 64 * kl), (128, 128 * kl)], "trained up to here": [(64, 0), (64, 1)],
@@ -2477,7 +2481,7 @@ FIGURES = {   # command: runs, and what each panel shows of them
 
 
 def shown(axes):
-    """The named lines of a panel, its points, or the words and the shades of its cells."""
+    """The named lines and rings of a panel, its points, or the words and the shades of its cells."""
     columns = [label.get_text() for label in axes.get_xticklabels()]
     rows, found = [label.get_text() for label in axes.get_yticklabels()], {}
     for line in axes.lines:
@@ -2487,6 +2491,9 @@ def shown(axes):
         else:
             [(x, y)] = points
             found[rows[round(y)], x] = line.get_fillstyle()
+    for rings in axes.collections:
+        if rings.get_label()[0] != "_":
+            found[rings.get_label()] = [tuple(point) for point in rings.get_offsets().tolist()]
     for image in axes.images:
         for (x, y), words in ((text.get_position(), text.get_text()) for text in axes.texts):
             found[rows[y], columns[x]] = words, round(image.get_array()[y, x], 9)
@@ -2502,7 +2509,7 @@ def test_a_figure_shows_the_numbers_of_its_runs(command):
 
 
 def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
-    rates = [result(seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
+    rates = [result([row("64x8"), row("64x64")], seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
              for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
     for figure in plot.curve, plot.headline, plot.ladder, plot.samples:
         with pytest.raises(ValueError, match="use some of --by learning_rate"):
@@ -2511,8 +2518,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
         "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}
     with pytest.raises(ValueError, match="seed 1 is there twice"):
         plot.evaluations(of(rates[1], rates[1]))
-    seeds = [result(reached=reached, seed=seed, beta_max=1.0) for seed, reached in enumerate(["64x8", "8x1", "8x1"])]
-    assert {name for name, *_ in plot.evaluations(of(*seeds))} == {"deltanet, [0, 1], 3 seeds (never got to 64x8)"}
+    assert {name for name, *_ in plot.evaluations(of(result(beta_max=1.0)))} == {"deltanet, [0, 1], 1 seed"}
 
 
 def in_folders(**results):
@@ -2553,10 +2559,11 @@ def test_what_is_left_out_is_named(capsys):
 
 
 def test_what_is_not_true_of_all_curves_is_not_drawn():
-    runs = [result([row("64x64")], chance=0.25), result([row("64x64")], "32x4", "32x4", model="gru")]
-    assert shown(plot.horizon(of(*runs)).axes[0]).keys() == {"deltanet, 1 seed", "gru, 1 seed", "chance"}
+    runs = [result([row("64x64")], chance=0.25), result([row("64x64")], model="gru")]
+    always = {"deltanet, 1 seed", "gru, 1 seed", "trained up to here"}
+    assert shown(plot.horizon(of(*runs)).axes[0]).keys() == {*always, "chance"}
     runs[1]["chance"] = 0.5
-    assert shown(plot.horizon(of(*runs)).axes[0]).keys() == {"deltanet, 1 seed", "gru, 1 seed"}
+    assert shown(plot.horizon(of(*runs)).axes[0]).keys() == always
 
 
 def test_the_committed_pictures_are_those_of_the_committed_tables(monkeypatch):
@@ -2719,7 +2726,7 @@ def test_help_has_an_example_of_every_command(capsys):
 @pytest.mark.parametrize("words, reason", [
     ("curve", "give a command"), ("curv out", "invalid choice"), ("samples nowhere", "give folders"),
     ("nats table.jsonl", "no 'kl'"), ("samples table.jsonl --models rnn", "no runs of rnn"),
-    ("headline table.jsonl --at 9x9", "seed 0, has no row of 9x9"), ("headline table.jsonl --at long", "no stage"),
+    ("headline table.jsonl", "seed 0, has no row LxL"),
     ("automaton nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
     ("samples table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
