@@ -185,13 +185,13 @@ def holds(n, i, j):
     return n_swaps(n) + n * i + j
 
 
-def schedule(rng, n, L, every=2, forced=False):
+def schedule(rng, n, L, every=2, same=False):
     """-> L queries of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. L // every of them,
     at random places, are prints of random positions; the others are maybe-swaps of random pairs.
 
-    forced, for P1 Figure 10: again and again, the last two positions, n-2 and n-1, may swap, then n-2 is
+    same, for P1 Figure 10: again and again, the last two positions, n-2 and n-1, may swap, then n-2 is
     printed. But the last two lines print n-2, then n-1."""
-    if forced:
+    if same:
         may_swap, print_one, print_other = swap(n, n - 2, n - 1), n_swaps(n) + n - 2, n_swaps(n) + n - 1
         return ([may_swap, print_one] * L)[:L - 2] + [print_one, print_other]
     swapped, printed = rng.integers(n_swaps(n), size=L), n_swaps(n) + rng.integers(n, size=L)
@@ -227,9 +227,9 @@ class MaybeSwaps(Task):
     not, or (L // S of them) prints one. The state is one slot, the number of the arrangement; a Batch has the
     exact beliefs and predictives. n_vars is 2 to 5, as a belief has n! entries.
 
-    Lx2:forced is P1 Figure 10: the same two may be swapped again and again, but never are. Each time the same
-    one is printed, in the end the other one. There the loss means nothing, only the KL to the predictive.
-    There are few such programs, and all of them are test programs."""
+    In Lx2:same, the same two may be swapped again and again; each time the same one is printed, in the end the
+    other one. Lx2:forced is P1 Figure 10: the same, but they never are swapped. There the loss means nothing,
+    only the KL to the predictive, so it is for evaluation. There are few such programs: none is held out."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                                                  # no model can reach 90 %
@@ -256,28 +256,27 @@ class MaybeSwaps(Task):
                              "give linear (the exact belief) or none")
 
     def check(self, stage):
-        if stage.kind not in ("", "forced"):
-            raise BadInput(f"stage {stage}: write LxS, or Lx2:forced to evaluate on P1's Figure 10")
+        if stage.kind not in ("", "same", "forced"):
+            raise BadInput(f"stage {stage}: write LxS, or Lx2:same, or Lx2:forced to evaluate on P1's Figure 10")
         if stage.kind and stage.spacing != 2:
             raise BadInput(f"stage {stage}: every second line is a print there, so write "
-                             f"{stage.length}x2:forced")
+                             f"{stage.length}x2:{stage.kind}")
 
     def program(self, rng, stage, memory):
-        forced = stage.kind == "forced"
         yield "from random import random"
-        memory["random"] = (lambda: 1.0) if forced else rng.random        # replaces the import
+        memory["random"] = (lambda: 1.0) if stage.kind == "forced" else rng.random        # replaces the import
         for name, value in zip(self.names, rng.sample(range(1, self.n_vars + 1), self.n_vars)):
             yield f"{name} = {value}"
         numpy_rng = np.random.default_rng(rng.getrandbits(64))
-        for query in schedule(numpy_rng, self.n_vars, stage.length, stage.spacing, forced):
+        for query in schedule(numpy_rng, self.n_vars, stage.length, stage.spacing, bool(stage.kind)):
             yield self.sources[query]
 
     def draw(self, rng, stage, split):
         """As Task.draw. The split ignores the branches that were taken, so beliefs are exact."""
-        if stage.kind != "forced":
+        if not stage.kind:
             return super().draw(rng, stage, split)
-        if split == "train":
-            raise BadInput(f"stage {stage}: has few programs, for evaluation; train on {stage.length}x2")
+        if stage.kind == "forced" and split == "train":
+            raise BadInput(f"stage {stage}: is for evaluation; train on {stage.length}x2:same")
         memory = {}
         return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
 
