@@ -587,8 +587,10 @@ GROUPS = {  # name: generators
     "S4": [permutation(4, (0, 1)), permutation(4, (0, 1, 2, 3))],
     "A5": [permutation(5, (0, 1, 2)), permutation(5, (0, 1, 2, 3, 4))],  # smallest non-solvable group
     "S5": [permutation(5, (0, 1)), permutation(5, (0, 1, 2, 3, 4))],
-    "S5swaps": [permutation(5, pair) for pair in combinations(range(5), 2)],   # S5, but words hold only swaps
+    "S5swaps": [permutation(5, pair) for pair in combinations(range(5), 2)],
 }
+GROUPS |= {"S4two": GROUPS["S4"], "A5two": GROUPS["A5"]}
+FEW = ["S5swaps", "S4two", "A5two"]                  # here, words hold only the generators, not all elements
 
 
 def closure(generators):
@@ -617,7 +619,7 @@ class Group(Task):
 
     def __init__(self, group="S5", states="auto", **others):
         self.elements, self.mul = closure(GROUPS[group])
-        alphabet = GROUPS[group] if group == "S5swaps" else self.elements
+        alphabet = GROUPS[group] if group in FEW else self.elements
         self.alphabet = [self.elements.index(element) for element in alphabet]
         self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)

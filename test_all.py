@@ -363,7 +363,7 @@ def test_a_task_of_ones_own_that_does_not_fit_is_named_in_one_line(changes, says
 # ----------------------------------------------------------------------------------------------------------
 # data.py: groups
 
-ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A5": 60, "S5": 120, "S5swaps": 120}
+ORDERS = {"Z2": 2, "Z60": 60, "S3": 6, "S4": 24, "A5": 60, "S5": 120, "S5swaps": 120, "S4two": 24, "A5two": 60}
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -381,6 +381,7 @@ def test_groups_have_their_order_and_targets_are_products(name):
             points = [task.elements[element][x] for x in points]
             assert task.elements[product] == tuple(points)
     letters = {task.elements[i] for i in np.unique(batch.tokens[:, 1:] - 2)}
+    assert len(letters) == {"S5swaps": 10, "S4two": 2, "A5two": 2}.get(name, ORDERS[name])
     assert name != "S5swaps" or {sum(map(int.__ne__, x, range(5))) for x in letters} == {2}
     assert (batch.line_end == batch.asked).all() and (batch.target[:, 0] == PAD).all()
     assert (batch.state[:, 0] == -1).all() and (batch.state[:, 1:, 0] == batch.target[:, 1:] - 2).all()
