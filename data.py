@@ -199,7 +199,11 @@ def pad(rows, value=PAD):
 @lru_cache(maxsize=100_000)
 def encode_line(tokenizer, text, end, mark):
     """-> a line's tokens, and a mark for each: `mark` for those of `end` (the line's last part, with or
-    without the newline), 0 for others. Cached, as most tasks repeat the same lines."""
+    without the newline), 0 for others. Cached, as most tasks repeat the same lines.
+
+    >>> encode_line(Tokenizer([b"b", b" ", b"7", b"\\n"]), "b 7\\n", "7", ASKED)
+    ([0, 1, 2, 3], [0, 0, 1, 0])
+    """
     start = text.rindex(end) if end else len(text)
     before, marked = tokenizer.encode(text[:start]), tokenizer.encode(text[start:start + len(end)])
     after = tokenizer.encode(text[start + len(end):])

@@ -115,7 +115,11 @@ def delta_rule_loop(q, k, v, beta, g, S):
 # at beta = 2 with nearly equal keys the powers of A are huge before they cancel: too large for fp32.
 
 def to_chunks(x, C, fill=0):
-    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. Padding does not change the state."""
+    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. Padding does not change the state.
+
+    >>> to_chunks(torch.tensor([1, 2, 3, 4, 5]).view(1, 5, 1), C=2).tolist()
+    [[1, 2], [3, 4], [5, 0]]
+    """
     B, T, H = x.shape[:3]
     whole, rest = divmod(T, C)
     chunks = x.new_empty(math.ceil(T / C), B, H, C, *x.shape[3:])
@@ -134,7 +138,12 @@ def from_chunks(x, B, T, H):
 
 
 def decays(g):
-    """Log-gates g (.., C, K) -> exp(c - mid), exp(mid - c), and half as a column (.., K, 1)."""
+    """Log-gates g (.., C, K) -> exp(c - mid), exp(mid - c), and half, exp(mid) as a column (.., K, 1).
+
+    >>> halve_twice = torch.tensor([[0.5], [0.5]]).log()                 # C = 2, K = 1
+    >>> [x.round(decimals=4).flatten().tolist() for x in decays(halve_twice)]
+    [[1.0, 0.5], [1.0, 2.0], [0.5]]
+    """
     c = g.cumsum(-2)
     mid = c[..., -1:, :] / 2
     return (c - mid).exp(), (mid - c).exp(), mid.exp().mT

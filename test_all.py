@@ -10,6 +10,7 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import doctest
 import functools
 import inspect
 import io
@@ -885,6 +886,14 @@ def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
             data.score(tmp_path / "t.jsonl", write(said_path, [said[1], bad]))
     with pytest.raises(data.BadInput, match="line 2: a second row with the id 0"):
         data.write_prompts(write(tmp_path / "t.jsonl", [rows[0], rows[0]]), tmp_path / "again.jsonl")
+
+
+@pytest.mark.parametrize("module, functions", [(data, 1), (kernels, 2)])
+def test_examples_in_docstrings_are_true(module, functions):
+    found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert len(found) == functions
+    for test in found:
+        assert doctest.DocTestRunner().run(test).failed == 0
 
 
 # ----------------------------------------------------------------------------------------------------------
