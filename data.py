@@ -22,7 +22,7 @@ Symbols: B batch, T tokens, L length, S spacing, n variables.
 Held out: a program whose text has a hash of 0 modulo 8 is a test program, never trained on; all others are
 for training. A batch depends only on (seed, split, stage, its number t, size): nothing is stored.
 
-On a first reading, stop at "trace": the second half of the file turns functions into traces.
+Read `run` and the class `Repl` first. Stop at "trace": the second half of the file turns functions into traces.
 
   python data.py                                                                    a sample
   python data.py arith --digits 2 --stage 4
@@ -1335,6 +1335,7 @@ def samples(args):
             if line.answer:
                 text = f"{text.removesuffix(line.answer)}[{line.answer}]"
             print(f"{text:40s} # {line.state}" if line.state else text)
+    print("notice: [ ] is what a model is asked; the state, right of #, is in no line: it must keep track of that")
 
 
 def main(argv=None):

@@ -21,13 +21,13 @@ Mixers with an S give out o_t = S_t^T q_t, and differ in a few lines. With beta_
 In front of every mixer is the same short convolution; conv=0 leaves it out.
 
 All have forward(x, state) -> (y, state). x is the whole sequence in training, one line after another in
---play, one segment after another in a long evaluation. The state is what a mixer carries from token to token, not the
-state of the program that it reads; None is the start.
+--play, one segment after another in a long evaluation. The state is what a mixer carries from token to token,
+not the state of the program that it reads; None is the start.
 
 Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. At the end, a DeltaNet whose weights
 are written by hand. Not here: dropout, weight tying, padding masks.
 
-Look at them:   python models.py
+Read `DeltaNet` and `LM` first. Look at all mixers:   python models.py
 """
 import math
 from types import SimpleNamespace
@@ -669,6 +669,7 @@ def main():
         one, some = ((in_pieces(model, tokens, n) - whole).abs().max() for n in (1, 23))
         print(f"{name:18s}{count(model):12,}{numbers:16,}{one:16.0e}{some:13.0e}")
     print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens")
+    print("notice: only the transformer's state would be larger after more tokens")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ expected loss of any model.
 Symbols: m states, n variables (m = n!), B sequences, L symbols in each, T tokens. P1 is arXiv 2602.14814,
 "Learning State-Tracking from Code Using Linear RNNs", section 5 and appendix B.
 
+Read `PFSA.filter` and the class `MaybeSwaps` first.
 Look at a trace and the worked examples:   python pfsa.py
 Not here: models that learn such traces (train.py --task pfsa).
 """
@@ -395,6 +396,7 @@ def main():
         show_trace()
         show_exact()
         show_linear()
+    print("notice: an exact belief always sums to 1; what a linear filter holds shrinks to 0")
 
 
 if __name__ == "__main__":

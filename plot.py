@@ -19,6 +19,8 @@ Figures from finished runs, one function each; and looks inside a trained model.
 Runs that differ only in their seed are one curve: the median, in a band from worst to best. If they differ in
 more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, their folders
 do. P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
+
+Read `evaluations` and `horizon` first.
 """
 import argparse
 import json
