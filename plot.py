@@ -3,7 +3,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py --all                                        every figure in assets/, in seconds
     python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
-    python plot.py headline assets/length.jsonl                 left by_hand, right read without prints
+    python plot.py headline assets/length.jsonl                 above by_hand, below read without prints
     python plot.py horizon assets/horizon.jsonl --by gates,cooldown   read without prints
     python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
@@ -45,10 +45,12 @@ from data import GROUPS, Repl, parse_stages, run
 from models import DeltaNet, by_hand
 from train import ASIDE, Config, beliefs, evaluate, load
 
-plt.rcParams.update({"figure.figsize": (7, 4), "figure.constrained_layout.use": True, "savefig.dpi": 150,
+plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150,
                      "axes.grid": True, "grid.alpha": 0.3})
 ASIDE_HERE = {"seed", *ASIDE} - {"max_samples"}             # runs of one curve may differ in these
-LOOKS = ["C0o-", "C1s--", "C2^-.", "C3v:", "kD-"]           # of five curves; they differ in grey, too
+COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "deltaproduct": "C4", "ssm": "C5",
+           "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
+STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # of five curves; they differ in grey, too
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -146,17 +148,18 @@ def common(key, rows):
 # ----------------------------------------------------------------------------------------------------------
 # Figures
 
-def with_looks(curves, looks=LOOKS):
-    """{label: curve} -> (look, (label, curve)) of each."""
-    if len(curves) > len(looks):
+def with_looks(curves):
+    """{label: curve} -> (look, label, curve) of each: the colour of its model, a style of its own."""
+    if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves: choose 1 to 5 by --models")
-    return zip(looks, curves.items())
+    for style, (name, curve) in zip(STYLES, curves.items()):
+        yield COLOURS.get(name.split(",")[0], "C8") + style, name, curve
 
 
-def lines(axes, curves, looks=LOOKS):
+def lines(axes, curves):
     """For each label, a line at the median over seeds, in a band from minimum to maximum; x is log.
     curves: {label: [(x, y of one seed), ...]}."""
-    for look, (name, points) in with_looks(curves, looks):
+    for look, name, points in with_looks(curves):
         x = sorted({x for x, _ in points})
         seeds = [np.percentile([y for other, y in points if other == at], [0, 50, 100]) for at in x]
         low, middle, high = np.transpose(seeds)
@@ -167,31 +170,21 @@ def lines(axes, curves, looks=LOOKS):
 
 
 def finish(axes, x_label, y_label, title, chance=None, trained=None):
-    """Labels and legend; lines at chance and at the length of the stage `trained`. -> the figure."""
+    """Labels; lines at chance and at the length of the stage `trained`."""
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     if chance:
         axes.axhline(chance, color="gray", linestyle=":", label="chance")
     if trained:
         axes.axvline(parse_stages(trained)[0].length, color="gray", label="trained up to here")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    return axes.figure
 
 
-def tiles(cells, x_label, title):
-    """-> a coloured table. cells: {(row, column): (words, shade from 0 to 1)}; others are white."""
-    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells))
-    figure, axes = plt.subplots(figsize=(9, 1 + len(rows) / 2))
-    shades = np.full((len(rows), len(columns)), np.nan)
-    for (row, column), (words, shade) in cells.items():
-        i, j = rows.index(row), columns.index(column)
-        shades[i, j] = shade
-        axes.text(j, i, words, ha="center", va="center", fontsize=8)
-    axes.imshow(shades, vmin=0, vmax=1.6, aspect="auto", cmap="YlGn")
-    axes.grid(False)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
-    return finish(axes, x_label, "", title)
+def with_legend(figure):
+    """One legend for all panels, below them. -> the figure."""
+    named = {}
+    for axes in figure.axes:
+        named |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels())}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2)
+    return figure
 
 
 def curve(args):
@@ -201,7 +194,7 @@ def curve(args):
     for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # it knows the order
         result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
         bands |= dict.fromkeys(result["stages"])
-    for look, (name, results) in with_looks(seeds_of(runs)):
+    for look, name, results in with_looks(seeds_of(runs)):
         for result in results:
             samples, _, accuracy = zip(*result["held_out"])
             passed = np.searchsorted([row["samples"] for row in result["passed"]], samples)
@@ -210,7 +203,8 @@ def curve(args):
             name = None                                     # one label for all seeds
     axes.set_yticks(range(len(bands) + 1), [""] * (len(bands) + 1))
     axes.set_yticks(np.arange(len(bands)) + 0.5, bands, minor=True)
-    return finish(axes, "traces seen", "stage", "In each band: accuracy on held-out traces, 0 to 100 %")
+    finish(axes, "traces seen", "stage (up: longer traces)", "In each band: held-out accuracy, 0 to 100 %")
+    return with_legend(figure)
 
 
 def by_commands(axes, args, title):
@@ -227,40 +221,60 @@ def by_commands(axes, args, title):
     x = [np.median(list(ends[name].values())) for name in ends]
     y = [np.interp(at, *drawn[name]) for name, at in zip(ends, x)]
     axes.scatter(x, y, s=150, facecolors="none", edgecolors="k", label="trained up to here")
-    return finish(axes, "commands before the only print", "accuracy of this print, held-out traces", title,
-                  common("chance", rows))
+    finish(axes, "commands before the only print", "accuracy (1 is perfect)", title, common("chance", rows))
+    return with_legend(axes.figure)
 
 
 def horizon(args):
     """Accuracy over the commands before a trace's only print."""
-    return by_commands(plt.subplots(figsize=(9, 4.5))[1], args, "Without a print, trained models forget")
+    return by_commands(plt.subplots(figsize=(7, 5.5))[1], args, "Without a print, trained models forget")
+
+
+HOLDS = {"ssm": ["Z2"], "rotary_ssm": ["Z2", "Z60"], "deltanet": ["Z2", "S5swaps"],
+         "transformer": ["Z2", "Z60", "S3", "S4", "S4two"]}             # the other mixers: all groups
+
+
+def can_hold(result, group):
+    """Whether, in theory, one layer (transformer: some) holds words of any length; sources: the ladder's entry in
+    assets/RESULTS.md."""
+    if result["config"]["beta_max"] < 2:
+        return False                                        # no eigenvalue below 0
+    if result["model"] == "deltaproduct" and result["config"]["n_householder"] < 4:
+        return group != "S5"
+    return group in HOLDS.get(result["model"], GROUPS)
 
 
 def ladder(args):
-    """Word problems, a column per group. In a cell: accuracy in words of the trained length and of the next
-    length tested, and [the last stage passed] if it is not the last one of training."""
+    """Word problems, a row per model, a column per group. In a cell: accuracy in words of the trained length."""
     found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
-    groups, cells = list(GROUPS), {}
-    for (name, group), runs in sorted(found.items(), key=lambda cell: groups.index(cell[0][1])):
-        result = runs[0]
-        by_seed = [[row["accuracy"] for row in result["eval"]] for result in runs]
-        at, far, *_ = np.median(by_seed, 0).round(2)        # the trained length, and the next
-        words = f"{at:.0%}, {far:.0%}"
-        best = max(([row["stage"] for row in result["passed"]] for result in runs), key=len) or ["-"]
-        if best[-1] != result["trained"]:
-            words += f"\n[{best[-1]}]"
-        shade = 0.15 + 0.4 * (int(at >= 0.95) + int(far >= 0.95))
-        cells[name, f"{group}\nchance {result['chance']:.0%}"] = words, shade
-    legend = ("accuracy in words of the trained length, and of the next length tested\n"
-              "dark: 95 % in both; middle: in the shorter words; pale: in neither; white: not run\n"
-              "[8x1]: training passed words of 8, not of 16")
-    return tiles(cells, legend, "Which model learns which group?")
+    names = list(dict.fromkeys(name for name, _ in found))
+    groups = [group for group in GROUPS if group in {group for _, group in found}]
+    figure, axes = plt.subplots(figsize=(7, 1.5 + len(names) / 2))
+    shades = np.full((len(names), len(groups)), np.nan)
+    for (name, group), runs in found.items():
+        i, j = names.index(name), groups.index(group)
+        shades[i, j] = np.median([result["eval"][0]["accuracy"] for result in runs])
+        words = f"{shades[i, j]:.0%}" + (f"\n{len(runs)} seeds" if len(runs) > 1 else "")
+        axes.text(j, i, words, ha="center", va="center", fontsize=9)
+    for (name, _), (result, *_) in found.items():
+        for j, group in enumerate(groups):
+            if not can_hold(result, group):
+                corner = j - 0.5, names.index(name) - 0.5
+                axes.add_patch(plt.Rectangle(corner, 1, 1, fill=False, hatch="//", edgecolor="silver", lw=0))
+    axes.imshow(shades, vmin=0, vmax=1.6, aspect="auto", cmap="YlGn")
+    axes.grid(False)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_yticks(range(len(names)), names)
+    length = max(parse_stages(result["trained"])[0].length for runs in found.values() for result in runs)
+    finish(axes, "hatched: impossible in theory; white: not run", "", "")
+    figure.suptitle(f"Which model learns which group? Accuracy in words of {length}")
+    return figure
 
 
 def nats(args):
     """Hidden branches: KL from the exact predictive of an answer to the model's, over traces' length."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    titles = {"LxS": "random prints", "LxS:forced": "a swap that may happen, and never does (P1 Fig. 10)"}
+    figure, panels = plt.subplots(1, 2, figsize=(7, 5), sharey=True)
+    titles = {"LxS": "random prints", "LxS:forced": "a swap that never happens"}
     for axes, (needs, title) in zip(panels, titles.items()):
         rows = evaluations(args, f"row {needs}", lambda stage: stage.kind == needs[4:])
         curves, uniform = defaultdict(list), []
@@ -269,14 +283,13 @@ def nats(args):
             uniform.append((stage.length, -math.log(result["chance"]) - row["floor"]))
         lines(axes, curves)
         if common("chance", rows):
-            lines(axes, {"chance: a uniform guess": uniform}, ["k:"])
+            x = sorted({x for x, _ in uniform})
+            axes.plot(x, [np.median([y for other, y in uniform if other == at]) for at in x], "k:",
+                      label="a uniform guess")
         axes.set_yscale("log")
-        finish(axes, "lines of a trace", "KL from the exact belief, nats per print", title,
-               trained=common("trained", rows))
-        axes.get_legend().remove()
-    figure.suptitle("How far is a model from the exact belief? 0 is perfect")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
+        finish(axes, "lines of a trace", "", title, trained=common("trained", rows))
+    panels[0].set_ylabel("KL from the exact belief, nats (less is better)")
+    return with_legend(figure)
 
 
 def samples(args):
@@ -285,32 +298,28 @@ def samples(args):
     labelled = []
     for name, result in load_runs(args):
         [stage] = parse_stages(result["trained"])
-        task = f"{result['task']}, {stage.length} lines (chance {result['chance']:.0%})"
+        task = f"{result['task']}, {stage.length} lines\n(chance {result['chance']:.0%})"
         labelled.append(((name, task), result))
     found = seeds_of(labelled)
     names, tasks = (list(dict.fromkeys(words)) for words in zip(*found))
-    figure, [panels] = plt.subplots(1, len(tasks), figsize=(11, 4.5), squeeze=False, sharey=True)
+    figure, [panels] = plt.subplots(1, len(tasks), figsize=(7, 1.5 + len(names) / 3), squeeze=False, sharey=True)
     for (name, task), runs in found.items():
         axes, row, failed = panels[tasks.index(task)], names.index(name), []
+        colour = COLOURS.get(name.split(",")[0], "C8")
         for result in runs:
             last = result["eval"][0]
             seen = [samples for samples, stage, right in result["held_out"]
                     if stage in (result["trained"], last["stage"]) and right >= 0.95]
-            if seen:
-                axes.plot(seen[0], row, "C0o")
-            else:
-                end = result["samples"]
-                axes.plot(end, row, "C0o", fillstyle="none")
-                failed.append(f"{last['accuracy']:.0%}")
-        if failed:
-            axes.text(end, row, f"   {', '.join(failed)}", va="center", fontsize=8)
-        finish(axes, "traces", "", task)
-        axes.set_xscale("log", base=2)
-        axes.margins(x=0.25)
+            end = seen[0] if seen else result["samples"]
+            axes.plot(end, row, "o", color=colour, fillstyle="full" if seen else "none")
+            failed += [] if seen else [f"{last['accuracy']:.0%}"]
+        axes.text(end, row, f"{', '.join(failed)}   ", ha="right", va="center", fontsize=8)
+        finish(axes, "fewer is better; hollow: never", "", task)
+        axes.set_xscale("log", base=4)
+        axes.margins(x=0.15)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_yticks(range(len(names)), names)
-    figure.suptitle("Traces until 95 % of the answers are right. A marker is a run. "
-                    "Hollow: not reached, and the accuracy at its end")
+    figure.suptitle("Traces until 95 % of the answers are right")
     return figure
 
 
@@ -318,7 +327,7 @@ def filters(args):
     """Left, P1 Fig. 9: the mass of a linear filter over prints of probability 1/2, in four dtypes. Right, P1
     Fig. 10: P(3 holds 3) in the marginal recurrence, and what Sinkhorn makes of it; in truth it is 1."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for dtype, look in zip([torch.float16, torch.bfloat16, torch.float32, torch.float64], LOOKS):
+    for dtype, look in zip([torch.float16, torch.bfloat16, torch.float32, torch.float64], STYLES):
         states = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)
         mass = states[0, ::2].double().sum(1)               # after each print
         mass = mass[mass > 0]
@@ -330,8 +339,8 @@ def filters(args):
     right.set_xscale("symlog")
     right.plot(H[:, 2, 2], label="marginal recurrence")
     right.plot(scaled[ok, 2, 2], "--", label=f"after Sinkhorn, which fails after {ok.sum()}")
-    return finish(right, "times: maybe swap 2 and 3, print that 2 holds 2", "P(3 holds 3), exact: 1",
-                  "P1 Figure 10")
+    finish(right, "times: maybe swap 2 and 3, print that 2 holds 2", "P(3 holds 3), exact: 1", "P1 Figure 10")
+    return with_legend(figure)
 
 
 def cost(args):
@@ -345,7 +354,7 @@ def cost(args):
         lines(axes, points)
         axes.set(xscale="linear", xlim=0, ylim=0)
         finish(axes, "tokens read", "ms", f"Time to {title}")
-    return figure
+    return with_legend(figure)
 
 
 @torch.no_grad()
@@ -365,24 +374,24 @@ def states_by_hand(sources, beta):
 
 
 def headline(args):
-    """Left: what the state of models.by_hand holds while it reads commands, with beta 2 and with beta 1. Right:
+    """Above: what the state of models.by_hand holds while it reads commands, with beta 2 and with beta 1. Below:
     accuracy over the commands before a trace's only print."""
-    figure = plt.figure(figsize=(12, 4.8))
-    left, right = figure.subfigures(1, 2, width_ratios=[1.1, 1])
+    figure = plt.figure(figsize=(7, 9))
+    above, below = figure.subfigures(2, 1)
     commands = ["a, b, c, d, e = c, b, a, d, e", "a, b, c, d, e = b, e, d, c, a", "a, b, c, d, e = e, d, c, b, a"]
     sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + commands
     titles = {2: "beta 2 reflects: rows of the memory change places",
               1: "beta 1: rows become their mean, and fade"}
-    for panel, (beta, title) in zip(left.subfigures(2, 1), titles.items()):
-        panel.suptitle(title, fontsize=11)
+    for panel, (beta, title) in zip(above.subfigures(2, 1), titles.items()):
+        panel.suptitle(title)
         states = states_by_hand(sources, beta)[-4:]
         for axes, S, command in zip(panel.subplots(1, 4, sharey=True), states, ["at first", *commands]):
             axes.imshow(S / states[0].max(), vmin=0, vmax=1.4, cmap="Blues")
             axes.grid(False)
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
-            axes.set_title(command.replace(" = ", "\n= "), fontsize=8)
-    by_commands(right.subplots(), args, "Which models keep track?")
+            axes.set_title(command.replace("a, b, c, d, e = ", "= "), fontsize=10)
+    by_commands(below.subplots(), args, "Which models keep track?")
     return figure
 
 
@@ -461,8 +470,9 @@ def heads(args):
                     f"{measured['trained']})? In colour: the one that the model needs most")
     finish(left, "share of tokens", "beta, at most", "Betas of each head")
     finish(middle, "principal components", "share of variance", "Keys of each head")
-    return finish(right, "factor on the betas of one head", "accuracy on held-out traces",
-                  "Accuracy if its betas are scaled", measured["chance"])
+    finish(right, "factor on the betas of one head", "accuracy on held-out traces",
+           "Accuracy if its betas are scaled", measured["chance"])
+    return with_legend(figure)
 
 
 def execute(source, memory):
