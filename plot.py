@@ -220,7 +220,7 @@ def by_commands(axes, args, title):
     drawn = {line.get_label(): line.get_data() for line in axes.lines}
     x = [np.median(list(ends[name].values())) for name in ends]
     y = [np.interp(at, *drawn[name]) for name, at in zip(ends, x)]
-    axes.scatter(x, y, s=150, facecolors="none", edgecolors="k", label="length of its training traces")
+    axes.scatter(x, y, s=150, facecolors="none", edgecolors="k", label="longest training traces")
     finish(axes, "commands before the only print", "accuracy (1 is perfect)", title, common("chance", rows))
     return with_legend(axes.figure)
 
@@ -266,7 +266,7 @@ def ladder(args):
     axes.set_xticks(range(len(groups)), groups)
     axes.set_yticks(range(len(names)), names)
     length = max(parse_stages(result["trained"])[0].length for runs in found.values() for result in runs)
-    finish(axes, "hatched: impossible in long words, in theory; white: not run", "", "")
+    axes.set_xlabel("white: not run; one seed where none are named\nhatched: in theory, impossible in long words")
     figure.suptitle(f"Which model learns which group? Accuracy in words of {length}")
     return figure
 

@@ -2466,12 +2466,12 @@ FIGURES = {   # command: runs, and what each panel shows of them
     "headline": ([result([row("8x8", 0.75), row("16x16", 0.5), row("8x8:2")], reached="8x1", seed=seed)
                   for seed in (0, 1)] + [result([row("8x8", 0.5), row("16x16", 0.25)], reached="12x1", model="gru")],
                  [{"deltanet, 2 seeds": [(8, 0.75), (16, 0.5)], "gru, 1 seed": [(8, 0.5), (16, 0.25)],
-                   "length of its training traces": [(8, 0.75), (12, 0.375)], "chance": CHANCE}]),
+                   "longest training traces": [(8, 0.75), (12, 0.375)], "chance": CHANCE}]),
     "horizon": ([result([row("64x64", 0.75), row("96x96", 0.5), row("128x64", 0.25)]),
                  result([row("64x64", 0.25)], seed=1), result([row("64x64", 1)], seed=2),
                  {**result([row("64x64")], None, None, seed=1), "model": "by_hand"}],
                 [{"deltanet, 3 seeds": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)],
-                  "length of its training traces": [(64, 0.75)], "chance": CHANCE}]),
+                  "longest training traces": [(64, 0.75)], "chance": CHANCE}]),
     "nats": ([result([row(f"{L}x2{kind}", kl=kl * L, floor=0.5) for L in (64, 128)
                       for kind, kl in (("", 1), (":forced", 2))], chance=math.exp(-2), task="pfsa")],
              [{"deltanet, 1 seed": [(64, 64 * kl), (128, 128 * kl)], "trained up to here": [(64, 0), (64, 1)],
@@ -2571,7 +2571,7 @@ def test_what_is_left_out_is_named(capsys):
 
 def test_what_is_not_true_of_all_curves_is_not_drawn():
     runs = [result([row("64x64")], chance=0.25), result([row("64x64")], model="gru")]
-    always = {"deltanet, 1 seed", "gru, 1 seed", "length of its training traces"}
+    always = {"deltanet, 1 seed", "gru, 1 seed", "longest training traces"}
     assert shown(plot.horizon(of(*runs)).axes[0]).keys() == {*always, "chance"}
     runs[1]["chance"] = 0.5
     assert shown(plot.horizon(of(*runs)).axes[0]).keys() == always
