@@ -230,18 +230,21 @@ def horizon(args):
     return by_commands(plt.subplots(figsize=(7, 5.5))[1], args, "Without a print, trained models forget")
 
 
-HOLDS = {"ssm": ["Z2"], "rotary_ssm": ["Z2", "Z60"], "deltanet": ["Z2", "S5swaps"],
-         "transformer": ["Z2", "Z60", "S3", "S4", "S4two"]}             # the other mixers: all groups
+HOLDS = {"ssm": ["Z2"], "rotary_ssm": ["Z2", "Z60"], "transformer": ["Z2", "Z60", "S3", "S4", "S4two"],
+         **dict.fromkeys(["deltanet", "gated_deltanet", "kda"], ["Z2", "S5swaps"])}
 
 
 def can_hold(result, group):
-    """Whether, in theory, one layer (transformer: some) holds words of any length; sources: the ladder's entry in
-    assets/RESULTS.md."""
-    if result["config"]["beta_max"] < 2:
+    """Whether, in theory, a model of this shape holds words of any length; True if no theory excludes it. Sources: the
+    ladder's entry in assets/RESULTS.md."""
+    model, shape = result["model"], result["config"]
+    if model != "transformer" and shape["n_layer"] > 1:
+        return True                                         # the theory is about one layer
+    if shape["beta_max"] < 2:
         return False                                        # no eigenvalue below 0
-    if result["model"] == "deltaproduct" and result["config"]["n_householder"] < 4:
+    if model == "deltaproduct" and shape["n_householder"] < 4:
         return group != "S5"
-    return group in HOLDS.get(result["model"], GROUPS)
+    return group in HOLDS.get(model, GROUPS)
 
 
 def ladder(args):
