@@ -2519,6 +2519,16 @@ def test_a_figure_shows_the_numbers_of_its_runs(command):
     assert list(map(shown, panels)) == expected
 
 
+@pytest.mark.parametrize("model, changes, groups", [
+    ("deltanet", {}, "Z2 S5swaps"), ("deltanet", {"beta_max": 1.0}, ""), ("deltanet", {"n_layer": 2}, "Z2 S3 A5 S5"),
+    ("deltaproduct", {"n_householder": 2}, "Z2 S3 A5"), ("deltaproduct", {"n_householder": 4}, "Z2 S3 A5 S5"),
+    ("transformer", {"n_layer": 4}, "Z2 S3"), ("lstm", {}, "Z2 S3 A5 S5")])
+def test_the_ladder_knows_what_theory_excludes(model, changes, groups):
+    config = {"n_layer": 1, "beta_max": 2.0, "n_householder": 2, **changes}
+    for group in ("Z2", "S3", "A5", "S5"):
+        assert plot.can_hold({"model": model, "config": config}, group) == (group in groups.split())
+
+
 def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
     rates = [result([row("64x8"), row("64x64")], seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
              for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
