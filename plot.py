@@ -250,7 +250,8 @@ def can_hold(result, group):
 def ladder(args):
     """Word problems, a row per model, a column per group. In a cell: accuracy in words of the trained length."""
     found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
-    names = list(dict.fromkeys(name for name, _ in found))
+    models = {name: runs[0] for (name, _), runs in found.items()}
+    names = list(models)
     groups = [group for group in GROUPS if group in {group for _, group in found}]
     figure, axes = plt.subplots(figsize=(7, 1.5 + len(names) / 2))
     shades = np.full((len(names), len(groups)), np.nan)
@@ -259,11 +260,11 @@ def ladder(args):
         shades[i, j] = np.median([result["eval"][0]["accuracy"] for result in runs])
         words = f"{shades[i, j]:.0%}" + (f"\n{len(runs)} seeds" if len(runs) > 1 else "")
         axes.text(j, i, words, ha="center", va="center", fontsize=9)
-    for (name, _), (result, *_) in found.items():
+    for i, result in enumerate(models.values()):
         for j, group in enumerate(groups):
             if not can_hold(result, group):
-                corner = j - 0.5, names.index(name) - 0.5
-                axes.add_patch(plt.Rectangle(corner, 1, 1, fill=False, hatch="//", edgecolor="silver", lw=0))
+                cell = plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="silver", lw=0)
+                axes.add_patch(cell)
     axes.imshow(shades, vmin=0, vmax=1.6, aspect="auto", cmap="YlGn")
     axes.grid(False)
     axes.set_xticks(range(len(groups)), groups)
