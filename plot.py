@@ -128,14 +128,17 @@ def seeds_of(labelled):
     return groups
 
 
+def with_seeds(name, results):
+    return f"{name}, {len(results)} seed{'s' if len(results) > 1 else ''}"
+
+
 def evaluations(args, needs="row", fits=lambda stage: True):
     """-> [(label, result, stage, row), ...]: the rows of each run's evaluation, at stages that fit."""
     found = []
     runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
     for name, results in seeds_of(runs).items():
-        name += f", {len(results)} seed{'s' if len(results) > 1 else ''}"
         for result in results:
-            found += [(name, result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
+            found += [(with_seeds(name, results), result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
     return found
 
 
@@ -195,6 +198,7 @@ def curve(args):
         result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
         bands |= dict.fromkeys(result["stages"])
     for look, name, results in with_looks(seeds_of(runs)):
+        name = with_seeds(name, results)
         for result in results:
             samples, _, accuracy = zip(*result["held_out"])
             passed = np.searchsorted([row["samples"] for row in result["passed"]], samples)

@@ -2462,7 +2462,7 @@ FIGURES = {   # command: runs, and what each panel shows of them
                result(held_out=[[8, "2x1", 0.25], [16, "2x1", 0.75], [24, "8x1", 0.5], [32, "64x8", 0.75]], seed=1,
                       model="gru", passed=[{"stage": stage, "samples": samples} for stage, samples in
                                            (("2x1", 16), ("4x1", 20), ("8x1", 24))])],
-              [{"deltanet": [(8, 0.5)], "gru": [(8, 0.25), (16, 0.75), (24, 2.5), (32, 3.75)]}]),
+              [{"deltanet, 1 seed": [(8, 0.5)], "gru, 1 seed": [(8, 0.25), (16, 0.75), (24, 2.5), (32, 3.75)]}]),
     "headline": ([result([row("8x8", 0.75), row("16x16", 0.5), row("8x8:2")], reached="8x1", seed=seed)
                   for seed in (0, 1)] + [result([row("8x8", 0.5), row("16x16", 0.25)], reached="12x1", model="gru")],
                  [{"deltanet, 2 seeds": [(8, 0.75), (16, 0.5)], "gru, 1 seed": [(8, 0.5), (16, 0.25)],
