@@ -1,7 +1,7 @@
 """
 Train a model on a task, watch it learn, and test it far beyond what it saw. One flat loop in plain PyTorch.
 
-    python train.py --model deltanet --task repl                   45 seconds on two CPU cores
+    python train.py --model deltanet --task repl                   a minute on two CPU cores
     python train.py --model deltanet,transformer --seed 0,1,2      a comma list is a grid, here of six runs
     python train.py --eval out/deltanet-repl --eval-at 512x16      a trained model, on other stages
     python train.py --play out/deltanet-repl                       a trained model, and you type
