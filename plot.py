@@ -137,8 +137,9 @@ def evaluations(args, needs="row", fits=lambda stage: True):
     found = []
     runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
     for name, results in seeds_of(runs).items():
+        name = with_seeds(name, results)
         for result in results:
-            found += [(with_seeds(name, results), result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
+            found += [(name, result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
     return found
 
 
@@ -151,12 +152,17 @@ def common(key, rows):
 # ----------------------------------------------------------------------------------------------------------
 # Figures
 
+def colour_of(name):
+    """The colour of the model that a label names first."""
+    return COLOURS.get(name.split(",")[0], "C8")
+
+
 def with_looks(curves):
     """{label: curve} -> (look, label, curve) of each: the colour of its model, a style of its own."""
     if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves: choose 1 to 5 by --models")
     for style, (name, curve) in zip(STYLES, curves.items()):
-        yield COLOURS.get(name.split(",")[0], "C8") + style, name, curve
+        yield colour_of(name) + style, name, curve
 
 
 def lines(axes, curves):
@@ -313,15 +319,18 @@ def samples(args):
     figure, [panels] = plt.subplots(1, len(tasks), figsize=(7, 1.5 + len(names) / 3), squeeze=False, sharey=True)
     for (name, task), runs in found.items():
         axes, row, failed = panels[tasks.index(task)], names.index(name), []
-        colour = COLOURS.get(name.split(",")[0], "C8")
         for result in runs:
             last = result["eval"][0]
             seen = [samples for samples, stage, right in result["held_out"]
                     if stage in (result["trained"], last["stage"]) and right >= 0.95]
-            end = seen[0] if seen else result["samples"]
-            axes.plot(end, row, "o", color=colour, fillstyle="full" if seen else "none")
-            failed += [] if seen else [f"{last['accuracy']:.0%}"]
-        axes.text(end, row, f"{', '.join(failed)}   ", ha="right", va="center", fontsize=8)
+            if seen:
+                axes.plot(seen[0], row, "o", color=colour_of(name))
+            else:
+                end = result["samples"]
+                axes.plot(end, row, "o", color=colour_of(name), fillstyle="none")
+                failed.append(f"{last['accuracy']:.0%}")
+        if failed:
+            axes.text(end, row, f"{', '.join(failed)}   ", ha="right", va="center", fontsize=8)
         finish(axes, "fewer is better; hollow: never", "", task)
         axes.set_xscale("log", base=4)
         axes.margins(x=0.15)
