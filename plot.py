@@ -9,7 +9,6 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
-    python plot.py cost assets/cost.jsonl                       time to train and to write, over tokens read
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py automaton out/deltanet-repl --at 64x8        how often its steps are Python's
     python plot.py movie assets/deltanet-repl.pt                what it believes, line by line
@@ -360,20 +359,6 @@ def filters(args):
     return with_legend(figure)
 
 
-def cost(args):
-    """The milliseconds that cost.py of assets/RESULTS.md measured, over the tokens read: five rounds each."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 3.5))
-    rows = [row for path in args.paths for row in read_lines(path)]
-    for axes, key, title in zip(panels, ("train_ms", "write_ms"), ("train on a sequence", "write one more token")):
-        points = defaultdict(list)
-        for row in rows:
-            points[row["model"]] += [(row["tokens"], ms) for ms in row[key]]
-        lines(axes, points)
-        axes.set(xscale="linear", xlim=0, ylim=0)
-        finish(axes, "tokens read", "ms", f"Time to {title}")
-    return with_legend(figure)
-
-
 @torch.no_grad()
 def states_by_hand(sources, beta):
     """What models.by_hand holds after each of these lines, (n, n) each: rows are variables, columns digits.
@@ -564,8 +549,8 @@ def movie(args, lines=40):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, cost,
-                                    heads, automaton, movie]}
+COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, heads,
+                                    automaton, movie]}
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline.png": "headline assets/length.jsonl",
     "ladder.png": "ladder assets/ladder.jsonl --by n_householder,n_layer",
@@ -574,7 +559,6 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "horizon.png": "horizon assets/horizon.jsonl --by gates,cooldown",
     "heads.png": "heads assets/heads.jsonl",
     "filters.png": "filters",
-    "cost.png": "cost assets/cost.jsonl",
     "movie.gif": "movie assets/deltanet-repl.pt",
 }
 
