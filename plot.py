@@ -10,7 +10,6 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
-    python plot.py automaton out/deltanet-repl --at 64x8        how often its steps are Python's
     python plot.py movie assets/deltanet-repl.pt                what it believes, line by line
 
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
@@ -484,31 +483,6 @@ def execute(source, memory):
 
 
 @torch.no_grad()
-def automaton(args, traces=256):
-    """How often a model knows all variables after a command. And how often its steps are right: Python turns
-    the values it would print before a command into those after it. From a wrong state, they still can be."""
-    _, task, stage, model = one_model(args, traces)
-    rng = random.Random(0)
-    drawn = [task.draw(rng, stage, "test") for _ in range(traces)]
-    memories, state, before, right, steps = [{} for _ in drawn], None, None, [], []
-    for lines in zip(*drawn):                               # equally long in all traces
-        _, state = model(torch.tensor([task.encode([line])[0] for line in lines]), state)
-        sources = [line.source for line in lines]
-        held = list(map(execute, sources, memories))
-        if ", " in sources[0] and " = " in sources[0]:      # a command
-            said = (1 + beliefs(task, model, state, traces).argmax(-1) - task.tokenizer.ids[b"1"]).tolist()
-            right += map(list.__eq__, said, held)
-            if before:
-                steps += map(list.__eq__, said, map(execute, sources, before))
-            before = [dict(zip(task.names, values)) for values in said]
-    astray = [step for step, was_right in zip(steps, right) if not was_right]
-    for what, found in [("commands end in the right state", right), ("steps are right", steps),
-                        ("steps from a wrong state are right", astray)]:
-        if found:
-            print(f"{np.mean(found):.2%} of {len(found):,} {what}")
-
-
-@torch.no_grad()
 def movie(args, lines=40):
     """The first lines of a held-out trace, one per frame. Beside them, how probable each value of a variable
     is to the model, and a ring at the one that it holds in Python: red if another is the most probable."""
@@ -549,8 +523,7 @@ def movie(args, lines=40):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, heads,
-                                    automaton, movie]}
+COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, heads, movie]}
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline.png": "headline assets/length.jsonl",
     "ladder.png": "ladder assets/ladder.jsonl --by n_householder,n_layer",

@@ -2612,43 +2612,6 @@ def use(monkeypatch, task, model):
     monkeypatch.setattr(plot, "load", lambda path, eval_at, **_: (cfg, task, parse_stages(eval_at), model))
 
 
-def test_a_model_that_forgets_is_in_wrong_states_and_still_takes_right_steps(monkeypatch, capsys):
-    """by_hand's model, but every 4th of 32 commands keeps its state as it was: only these steps are wrong."""
-    task = Repl(3, "swap", states="none")
-    lm, commands = models.by_hand(task), itertools.count(1)
-    exact = lm.forward
-
-    def forgetful(tokens, state):
-        hidden, after = exact(tokens, state)
-        is_swap = re.fullmatch(r">>> ., . = ., .\n", task.tokenizer.decode(tokens[0].tolist()))
-        return hidden, state if is_swap and next(commands) % 4 == 0 else after
-
-    monkeypatch.setattr(lm, "forward", forgetful)
-    use(monkeypatch, task, lm)
-    rng, right, after_wrong = random.Random(0), [], []
-    for _ in range(16):
-        sources = [line.source for line in task.draw(rng, Stage(32, 32), "test")]
-        memory, known = {}, {}
-        for source in filter(re.compile(". = .").fullmatch, sources):
-            exec(source, memory)
-            exec(source, known)
-        for number, source in enumerate(filter(re.compile("., . = ., .").fullmatch, sources), 1):
-            was_right, executed = memory == known, number % 4 != 0
-            exec(source, memory)
-            if executed:
-                exec(source, known)
-            if not was_right:
-                after_wrong.append(executed)
-            right.append(memory == known)
-    plot.automaton(of(path="a run", at="32x32"), traces=16)
-    assert capsys.readouterr().out == (
-        f"{np.mean(right):.2%} of 512 commands end in the right state\n"
-        f"{1 - 8 / 31:.2%} of 496 steps are right\n"
-        f"{np.mean(after_wrong):.2%} of {len(after_wrong)} steps from a wrong state are right\n")
-    plot.automaton(of(path="a run", at="1x1"), traces=16)                 # one command: no step
-    assert capsys.readouterr().out == "100.00% of 16 commands end in the right state\n"
-
-
 def one_of_two_heads():
     """by_hand's model as the second of two heads; what the first does, at random, nobody reads."""
     task = Repl(3, "swap")
@@ -2749,7 +2712,7 @@ def test_help_has_an_example_of_every_command(capsys):
     ("curve", "give a command"), ("curv out", "invalid choice"), ("samples nowhere", "give folders"),
     ("nats table.jsonl", "no 'kl'"), ("samples table.jsonl --models rnn", "no runs of rnn"),
     ("headline table.jsonl", "seed 0, has no row LxL"),
-    ("automaton nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
+    ("heads nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
     ("samples table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
     of(result())
