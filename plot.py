@@ -476,12 +476,6 @@ def heads(args):
     return with_legend(figure)
 
 
-def execute(source, memory):
-    """Execute one line. -> the values of all variables after it, by their names."""
-    run([source], memory)
-    return [memory[name] for name in sorted(memory) if name.isalpha()]
-
-
 @torch.no_grad()
 def movie(args, lines=40):
     """The first lines of a held-out trace, one per frame. Beside them, how probable each value of a variable
@@ -504,7 +498,8 @@ def movie(args, lines=40):
     with writer.saving(figure, args.save, 150):
         for line in trace:
             _, state = model(torch.tensor([task.encode([line])[0]]), state)
-            held = execute(line.source, memory)
+            run([line.source], memory)
+            held = [memory[name] for name in sorted(memory) if name.isalpha()]
             read.append(line.text)
             if len(held) < n:                               # no trace asks before all variables are set
                 continue
