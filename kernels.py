@@ -2,7 +2,7 @@
 The scans: how a linear RNN moves its state. First a plain loop as the reference, then chunks of many steps,
 then the same chunks as GPU kernels.
 
-The delta rule, per head, on a state S (K x V), with beta_t in [0, 2], and no, one or K log-gates g_t <= 0:
+The delta rule, per head, on a state S (K x V), with beta_t in [0, 2], and 0, 1 or K log-gates g_t <= 0:
 
     S <- diag(exp g_t) S
     S <- S + k_t d_t^T,  d_t = b_t (v_t - S^T k_t),  b_t = beta_t / |k_t|^2

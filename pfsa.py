@@ -7,7 +7,7 @@ probabilistic finite-state automaton with state reveals, and argues that beliefs
 belief is renormalised at each reveal, and a linear recurrence cannot divide. This file has the automata, the
 exact Bayes filter, the filters that a linear RNN could hold instead, and the task pfsa.
 
-    b <- T_s Z_s b / |Z_s b|_1         Z_s b: condition on what symbol s reveals;   T_s: then move
+    b <- T_s Z_s b / |Z_s b|_1         Z_s b: condition on what was shown, symbol s;   T_s: then move
 
 T_s (m, m) is column-stochastic, T_s[i, j] = P(next is i | now j, s). Z_s (m,) is 0/1: where s can occur.
 

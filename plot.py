@@ -3,7 +3,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py --all                                        every figure in assets/, in seconds
     python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
-    python plot.py headline assets/length.jsonl                 above by_hand, below read without prints
+    python plot.py headline assets/length.jsonl                 above: by_hand; below: one print
     python plot.py horizon assets/horizon.jsonl --by gates,cooldown   read without prints
     python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
     python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
@@ -15,8 +15,8 @@ Figures from finished runs, one function each; and looks inside a trained model.
     cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
 
 Runs that differ only in their seed are one curve: the median, in a band from worst to best. If they differ in
-more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, their folders
-do. P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
+more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, curves are named
+by folder. P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
 
 Read `evaluations` and `horizon` first.
 """
@@ -225,10 +225,11 @@ def by_commands(axes, args, title):
         if result["reached"]:                               # by_hand has no stage
             ends[name][result["seed"]] = parse_stages(result["reached"])[0].length
     lines(axes, curves)
-    drawn = {line.get_label(): line.get_data() for line in axes.lines}
+    drawn = {line.get_label(): line for line in axes.lines}
     x = [np.median(list(ends[name].values())) for name in ends]
-    y = [np.interp(at, *drawn[name]) for name, at in zip(ends, x)]
-    axes.scatter(x, y, s=150, facecolors="none", edgecolors="k", label="longest training traces")
+    y = [np.interp(at, *drawn[name].get_data()) for name, at in zip(ends, x)]
+    colours = [drawn[name].get_color() for name in ends]
+    axes.scatter(x, y, s=150, facecolors="none", edgecolors=colours, label="longest training traces")
     finish(axes, "commands before the only print", "accuracy (1 is perfect)", title, common("chance", rows))
     return with_legend(axes.figure)
 
@@ -286,7 +287,7 @@ def ladder(args):
 def nats(args):
     """Hidden branches: KL from the exact predictive of an answer to the model's, over traces' length."""
     figure, panels = plt.subplots(1, 2, figsize=(7, 5), sharey=True)
-    titles = {"LxS": "random prints", "LxS:forced": "a swap that never happens"}
+    titles = {"LxS": "random prints", "LxS:forced": "maybe-swaps, by luck never done"}
     for axes, (needs, title) in zip(panels, titles.items()):
         rows = evaluations(args, f"row {needs}", lambda stage: stage.kind == needs[4:])
         curves, uniform = defaultdict(list), []
@@ -334,7 +335,7 @@ def samples(args):
         axes.margins(x=0.15)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_yticks(range(len(names)), names)
-    figure.suptitle("Traces until 95 % of the answers are right")
+    figure.suptitle("Traces until 95 % of the answers are right; each dot is a seed")
     return figure
 
 
@@ -382,7 +383,7 @@ def headline(args):
     commands = ["a, b, c, d, e = c, b, a, d, e", "a, b, c, d, e = b, e, d, c, a", "a, b, c, d, e = e, d, c, b, a"]
     sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + commands
     titles = {2: "beta 2 reflects: rows of the memory change places",
-              1: "beta 1: rows become their mean, and fade"}
+              1: "beta 1: rows mix, and all fade"}
     for panel, (beta, title) in zip(above.subfigures(2, 1), titles.items()):
         panel.suptitle(title)
         states = states_by_hand(sources, beta)[-4:]
@@ -392,7 +393,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command.replace("a, b, c, d, e = ", "= "), fontsize=10)
-    by_commands(below.subplots(), args, "Which models keep track?")
+    by_commands(below.subplots(), args, "Which models keep track? Bands: worst to best seed")
     return figure
 
 

@@ -20,7 +20,7 @@ most a third of --max-samples). The fall starts when the last stage is passed, o
 --max-samples.
 
 A run leaves a folder with ckpt.pt and result.json. If it is stopped, the same command goes on from its last
-checkpoint. If --max-samples cut it short, with a larger one it goes on from fall.pt, saved before the fall. A
+checkpoint. If --max-samples ended it, it goes on with a larger one, from before the learning rate fell (fall.pt). A
 batch depends only on the seed, the stage and its number, so either way the numbers are those of a run that was
 never stopped. P1 is arXiv 2602.14814; P2 is "Grounding Code Understanding in Step-by-Step Execution".
 
