@@ -49,7 +49,7 @@ import time
 import types
 from collections import Counter
 from functools import lru_cache
-from itertools import accumulate, combinations, islice, product
+from itertools import accumulate, combinations, islice
 from math import factorial
 from typing import NamedTuple
 
@@ -96,12 +96,13 @@ class Tokenizer:
     def __len__(self):
         return len(self.pieces)
 
+    @lru_cache(maxsize=100_000)                     # most tasks repeat the same lines
     def encode(self, text):
-        """str -> list of int. Lone surrogates, which a Python string may hold, survive the round trip. Raises
+        """str -> tuple of int. Lone surrogates, which a Python string may hold, survive the round trip. Raises
         BadInput for a character that is not in the pieces."""
         raw = text.encode("utf-8", "surrogatepass")
         try:
-            return [self.ids[piece] for piece in self.pattern.findall(raw)]
+            return tuple(self.ids[piece] for piece in self.pattern.findall(raw))
         except KeyError as missing:
             raise BadInput(f"{missing} in {text!r} is no token of this task: add it to its `characters`")
 
@@ -127,15 +128,19 @@ class Line(NamedTuple):
 
 @lru_cache(maxsize=100_000)
 def compiled(source):
-    return compile(source, f"<the line {source}>", "exec")            # what a traceback calls it
+    """-> code of a line. Raises BadInput if it is no whole statement."""
+    try:
+        return compile(source, f"<the line {source}>", "exec")        # what a traceback calls it
+    except SyntaxError as error:
+        raise BadInput(f"the line {source!r} is no whole statement ({error.msg}): yield one at a time, all of it")
 
 
 def run(program, memory, prompt="", see=None):
     """Execute a program's lines one by one in `memory`, a flat namespace. -> list of Lines, prints included.
 
-    program: an iterable of source lines; a generator may read `memory` before each line.
+    program: an iterable of source lines, each a whole statement; a generator may read `memory` before each.
     see(memory, source): the state to record after a line. An answer is a printed line's last word, or what
-    stands after == in an assert."""
+    stands after == in an assert. Raises BadInput for a line that is no whole statement."""
     lines, printed = [], []
     memory["__builtins__"] = {**vars(builtins), "print": lambda *x: printed.append(" ".join(map(str, x)))}
     for source in program:
@@ -153,7 +158,11 @@ def run(program, memory, prompt="", see=None):
 # Stages and batches
 
 class Stage(NamedTuple):
-    """A step of a curriculum, written LxS, or L for Lx1, or LxS:KIND where a task has kinds."""
+    """A part of a curriculum, written LxS, or L for Lx1, or with a kind, LxS:KIND or L:KIND.
+
+    A kind means what the task says: in repl and inverse, how many variables a command moves; where a program
+    asks once (`whole`), the least length, of which L is the greatest; in group, how many points an element may
+    move, at most; in pfsa, "same" or "forced"."""
     length: int                   # commands, lines or elements
     spacing: int = 1              # commands between two prints
     kind: str = ""
@@ -163,7 +172,7 @@ class Stage(NamedTuple):
 
 
 def parse_stages(text):
-    """'8x1 16x2' -> [Stage(8, 1), Stage(16, 2)]. Raises ValueError for a bad stage."""
+    """'8x1 16x2' -> [Stage(8, 1), Stage(16, 2)]. Raises BadInput for a bad stage."""
     stages = []
     for word in text.split() or [text]:
         match = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?(?::(\w+))?", word)
@@ -196,21 +205,6 @@ def pad(rows, value=PAD):
     return out
 
 
-@lru_cache(maxsize=100_000)
-def encode_line(tokenizer, text, end, mark):
-    """-> a line's tokens, and a mark for each: `mark` for those of `end` (the line's last part, with or
-    without the newline), 0 for others. Cached, as most tasks repeat the same lines.
-
-    >>> encode_line(Tokenizer([b"b", b" ", b"7", b"\\n"]), "b 7\\n", "7", ASKED)
-    ([0, 1, 2, 3], [0, 0, 1, 0])
-    """
-    start = text.rindex(end) if end else len(text)
-    before, marked = tokenizer.encode(text[:start]), tokenizer.encode(text[start:start + len(end)])
-    after = tokenizer.encode(text[start + len(end):])
-    marks = [0] * len(before) + [mark] * len(marked) + [0] * len(after)
-    return before + marked + after, marks
-
-
 # ----------------------------------------------------------------------------------------------------------
 # What tasks share
 
@@ -218,15 +212,18 @@ class Task:
     """A task of your own defines `program`, and has a name in TASKS. For the linear head, it also defines
     `slots`, n_slots and n_classes.
 
+    What a program may be: its lines are whole statements (`for i in range(3): x += i` is one, its first half
+    is none). All traces of a stage have equally many answers, of one token each: a digit, a letter, any piece of
+    the tokenizer. With `whole`, a trace has one answer, of any number of tokens, which must all be right.
+
     states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
     head. "transformer" or "contrastive": as text, by that state head. "text": in comments in the trace.
-    "auto": linear if there are slots, else none. Raises ValueError for bad values."""
+    "auto": linear if there are slots, else none. Raises BadInput for bad values."""
     prompt = ""
     curriculum = "8x1"
-    whole = False                 # True: one answer per trace, of several tokens, which must all be right;
-                                  # False: answers of one token, equally many in each trace of a stage
+    whole = False                 # one answer per trace, of any number of tokens
     stage_samples = 0             # not 0: a stage ends after this many traces
-    settings = ()                 # the other keywords of __init__, each a field of train.py's Config
+    settings = ()                 # keywords of __init__ beside states: fields of train.py's Config
     characters = ""               # all that its texts may hold, so that the vocabulary is small; "": anything
     n_slots = n_classes = 0
 
@@ -242,8 +239,8 @@ class Task:
     def slots(self, memory):
         """The state as n_slots classes out of n_classes, -1 where a slot is not set yet. Yours, too."""
 
-    def check(self, stage):
-        """Raise ValueError for a bad stage. Here: LxS; L or L:M if `whole`, for programs of M to L lines."""
+    def check_stage(self, stage):
+        """Raise BadInput for a bad stage. Here: LxS; L or L:M if `whole`, for programs of M to L lines."""
         L, S, M = stage
         if self.whole and S != 1:
             raise BadInput(f"stage {stage}: a program asks once, at its end, so write {L}")
@@ -267,7 +264,7 @@ class Task:
         return state_text(literals(memory))
 
     def see(self, memory, source):
-        """The state after the line `source`: None, text, or classes. Raises ValueError for bad slots."""
+        """The state after the line `source`: None, text, or classes. Raises BadInput for bad slots."""
         if self.states != "linear":
             return None if self.states == "none" else self.text(memory)
         try:
@@ -280,7 +277,7 @@ class Task:
                          f"{self.n_slots} numbers below n_classes = {self.n_classes}, -1 where not set yet")
 
     def draw(self, rng, stage, split):
-        """One trace of the split, "train" or "test". -> list of Lines. Raises ValueError if there is none."""
+        """One trace of the split, "train" or "test". -> list of Lines. Raises BadInput if there is none."""
         for _ in range(1000):
             memory = {}
             lines = run(self.program(rng, stage, memory), memory, self.prompt, self.see)
@@ -294,31 +291,39 @@ class Task:
         rng = random.Random(f"{seed} {split} {stage} {t}")
         return self.to_batch([self.draw(rng, stage, split) for _ in range(size)])
 
+    def spans(self, line):
+        """A Line -> its text in pieces, [(text, mark), ...]: ASKED marks an answer, STATE a state in the text, 0
+        all else. With states in the text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
+        if line.answer:
+            end = f"{line.answer}\n" if self.whole else line.answer
+            before, _, after = line.text.rpartition(end)
+            return [(before, 0), (end, ASKED), (after, 0)]
+        if self.states == "text" and line.state and line.source and not line.source.startswith("print"):
+            return [(f"{line.text[:-1]}  # ", 0), (f"{line.state}\n", STATE)]
+        return [(line.text, 0)]
+
     def encode(self, lines):
-        """Lines -> a trace's tokens, their marks (0, ASKED or STATE), and where lines end. With states in the
-        text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
+        """Lines -> a trace's tokens, their marks, and the indices of the last tokens of lines."""
         tokens, marks, ends = [], [], []
         for line in lines:
-            text, end, mark = line.text, line.answer, ASKED
-            changes_state = line.source and not line.answer and not line.source.startswith("print")
-            if self.states == "text" and changes_state and line.state:
-                text, end, mark = f"{line.text[:-1]}  # {line.state}\n", f"{line.state}\n", STATE
-            elif line.answer and self.whole:
-                end = f"{line.answer}\n"
-            line_tokens, line_marks = encode_line(self.tokenizer, text, end, mark)
-            if not self.whole and line_marks.count(ASKED) > 1:
-                raise BadInput(f"the answer {end} has several tokens: set whole = True, ask once")
-            tokens += line_tokens
-            marks += line_marks
+            for text, mark in self.spans(line):
+                ids = self.tokenizer.encode(text)
+                tokens += ids
+                marks += [mark] * len(ids)
             ends.append(len(tokens) - 1)
         return tokens, marks, ends
 
     def check_answers(self, traces):
-        """Raise ValueError unless these traces of a stage have equally many answers, at least one."""
+        """Raise BadInput unless these traces of a stage have equally many answers, at least one, of one token."""
+        name = type(self).__name__
         counts = sorted({sum(line.answer != "" for line in lines) for lines in traces})
         if len(counts) > 1 or counts[0] == 0 or self.whole and counts[0] > 1:
-            raise BadInput(f"{type(self).__name__}.program: traces of a stage have {counts} answers: "
-                             "print (or assert with ==) equally often in each, at least once (`whole`: once)")
+            raise BadInput(f"{name}.program: traces of a stage have {counts} answers: print (or assert with ==) "
+                           "equally often in each, at least once (`whole`: once)")
+        for answer in {line.answer for lines in traces for line in lines} - {""}:
+            if not self.whole and len(self.tokenizer.encode(answer)) > 1:
+                raise BadInput(f"{name}.program: the answer {answer} has several tokens: set whole = True and ask "
+                               "once, or give answers of one token")
 
     def to_batch(self, traces):
         """Lists of Lines -> Batch."""
@@ -345,7 +350,7 @@ class Task:
         for lines in traces:
             texts = [f"{line.state}\n" if line.state else "" for line in lines]
             texts += [""] * (longest - len(lines))
-            rows += [encode_line(self.tokenizer, text, "", 0)[0] for text in texts]
+            rows += map(self.tokenizer.encode, texts)
         return pad(rows).reshape(len(traces), longest, -1)
 
 
@@ -386,7 +391,7 @@ class Repl(Task):
     def program(self, rng, stage, memory):
         yield from self.start(rng, memory)
         for step in range(1, stage.length + 1):
-            yield rng.choice(self.swaps) if self.moves == "swap" else self.permutation(rng, stage.kind)
+            yield self.command(rng, stage.kind)
             if step % stage.spacing == 0:
                 yield from self.question(rng.choice(self.names), memory)
 
@@ -397,7 +402,9 @@ class Repl(Task):
     def question(self, name, memory):
         yield f"print('{name}', {name})"
 
-    def permutation(self, rng, kind):
+    def command(self, rng, kind):
+        if self.moves == "swap":
+            return rng.choice(self.swaps)
         moved = rng.sample(self.names, int(kind or self.n_vars))
         takes = dict(zip(sorted(moved), moved))
         right = [takes.get(name, name) for name in self.names]
@@ -409,7 +416,7 @@ class Repl(Task):
     def chance(self, stage):
         return 1 / self.n_vars
 
-    def check(self, stage):
+    def check_stage(self, stage):
         kinds = [""] if self.moves == "swap" else ["", *map(str, range(1, self.n_vars + 1))]
         if stage.kind not in kinds:
             raise BadInput(f"stage {stage}: write LxS; with --moves perm, LxS:1 to LxS:{self.n_vars}, too")
@@ -422,36 +429,6 @@ class Repl(Task):
             if spacing <= length:
                 stages.append(Stage(length, spacing, last.kind))
         return stages
-
-    def line(self, typed):
-        """What somebody typed -> the line as traces have it: `b, a = a, b` becomes `a, b = b, a` or, among
-        permutations of three, `a, b, c = b, a, c`. Raises ValueError, with what to type, for other lines."""
-        typed = re.sub(" *([=,()]) *", r"\1", typed.strip().removeprefix(">>>").strip())
-        for name in self.names:
-            if typed in (f"print({name})", f"print('{name}',{name})", f'print("{name}",{name})'):
-                return f"print('{name}', {name})"
-        left, right = (side.split(",") for side in typed.partition("=")[::2])
-        takes = dict(zip(left, right))
-        used = {*re.findall(r"\w+", typed.removeprefix("print("))}
-        moved = sorted(name for name in takes if takes[name] != name)
-        if re.match(r"[^(]+=.*\b\d", typed):
-            why = "values are given only at the start"
-        elif not re.fullmatch(r"\w+(,\w+)*=\w+(,\w+)*|print\(.*\)", typed):
-            why = "this model knows only moves and prints"
-        elif not used <= {*self.names}:
-            why = f"this model knows only the variables {', '.join(self.names)}"
-        elif typed.startswith("print"):
-            why = "a print shows one variable"
-        elif len(left + right) == 2 and left != right:
-            why = "two variables would hold the same value"
-        elif sorted(left) != sorted(right) or len(takes) < len(left):
-            why = "both sides need the same names"
-        elif self.moves == "swap" and len(moved) != 2:
-            why = "this model knows only swaps of two variables"
-        else:
-            names = moved if self.moves == "swap" else self.names
-            return f"{', '.join(names)} = {', '.join(takes.get(name, name) for name in names)}"
-        raise BadInput(f"{why}: type a line like {self.swaps[0]} or print('a', a)")
 
 
 class Inverse(Repl):
@@ -558,8 +535,8 @@ class Arith(Task):
     def number(self, rng):
         return str(rng.randint(self.low, self.high))
 
-    def check(self, stage):
-        super().check(stage)
+    def check_stage(self, stage):
+        super().check_stage(stage)
         if stage.length > 12:
             raise BadInput(f"stage {stage}: at most 12 lines, as there are 26 names and each may need two")
 
@@ -664,7 +641,7 @@ class Group(Task):
         target = np.where(asked, 2 + product, PAD)
         return Batch(tokens, target, asked, np.zeros_like(asked), asked, state=product[..., None])
 
-    def check(self, stage):
+    def check_stage(self, stage):
         if stage.spacing != 1:
             raise BadInput(f"stage {stage}: every element of a word is asked, so write {stage.length}")
         if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
@@ -798,7 +775,7 @@ class Tracer(ast.NodeTransformer):
 
     def enter(self, _, __, names):
         self.calls += 1
-        self.check()
+        self.check_limits()
         values = self.arguments() | literals(names)
         if names.keys() - values.keys():
             raise Rejected("an argument without a literal")
@@ -820,7 +797,7 @@ class Tracer(ast.NodeTransformer):
     def line(self, value, text, names):
         self.lines.append(text)
         self.states.append(literals(names))
-        self.check()
+        self.check_limits()
         return value
 
     def before(self, _, __, names):
@@ -832,14 +809,14 @@ class Tracer(ast.NodeTransformer):
     def test(self, before_and_value, text, names):
         """A condition is a line only if it changes a local, or an object in one."""
         before, value = before_and_value
-        holds = bool(value)
-        return self.line(holds, text, names) if self.before(None, "", names) != before else holds
+        outcome = bool(value)
+        return self.line(outcome, text, names) if self.before(None, "", names) != before else outcome
 
     def back(self, value, text, names):
         self.last, self.end = text, literals(names)
         return value
 
-    def check(self):
+    def check_limits(self):
         """Raise Rejected if the trace is too long."""
         code = "\n".join([*self.lines, self.last])
         states = "".join(name + text for state in self.states for name, text in state.items())
@@ -906,7 +883,7 @@ def unroll(call):
     tracer = Tracer(source, functions[name], expression)
     try:                                                                  # first: hooks end endless loops
         again = eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
-        tracer.check()                                                    # `except:` may have caught a Rejected
+        tracer.check_limits()                                                    # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
         failure = error.with_traceback(None)                              # raised below, if it is ours
     with blame("the code"):
@@ -926,7 +903,7 @@ def unroll(call):
         if literal(again) != literal(value):
             raise Rejected("another output in another run")
         tracer.last = f"assert ({tracer.last}) == {output}"
-        tracer.check()
+        tracer.check_limits()
         trace = "\n".join([*map(tracer.text, kept), *tracer.lines, tracer.last])
         replay(trace, tracer)
     return {"id": call["id"], "source": source, "call": called, "output": output, "trace": trace,
@@ -1011,14 +988,14 @@ def guarded(work, *arguments, seconds=3):
 def try_guard():
     """Raise OSError if code cannot run with limits here: the fault is ours, not that of a row of a file."""
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise OSError("this system cannot fork: trace and score need Linux")
+        raise OSError("this system cannot fork: trace needs Linux")
     found = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
     if "reason" in found:
         raise OSError(f"not even f(x) = x has a trace here: {found['reason']}")
 
 
 def read_rows(path):
-    """-> {id: row} of a file of JSON lines. Raises ValueError, with the line's number, or OSError."""
+    """-> {id: row} of a file of JSON lines. Raises BadInput, with the line's number, or OSError."""
     rows = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -1062,7 +1039,7 @@ def parts(test, code):
 
 def write_traces(path, out, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
-    Ctrl-C, both files are whole. Raises ValueError or OSError."""
+    Ctrl-C, both files are whole. Raises BadInput or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
     calls = [call for name, row in read_rows(path).items() for call in calls_in(name, row)]
     with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
@@ -1081,138 +1058,12 @@ def write_traces(path, out, seconds=3):
 
 
 def read_traces(path):
-    """-> {id: row} of a file of traces. Raises ValueError, or OSError."""
+    """-> {id: row} of a file of traces. Raises BadInput, or OSError."""
     rows = read_rows(path)
     needed = {"id", "source", "call", "output", "trace", "states", "steps"}
     if not all(needed <= {*row} for row in rows.values()):
         raise BadInput(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
     return rows
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Prompts for any language model, and a judge (P2 appendix B, with its examples)
-
-EXAMPLES = {
-    "output/program": (("def identity(n):\n    return n\nassert identity(17) == ??", "17"),
-                       ('def append_a(s):\n    return s + "a"\nassert append_a("x9j") == ??', '"x9ja"')),
-    "output/trace": (("n = 17\nassert n == ??", "17"),
-                     ('s = "x9j"\ns += "b"\nassert s + "a" == ??', '"x9jba"')),
-    "input/program": (("def count_even(my_list):\n    count = 0\n    for i in my_list:\n"
-                       "        if len(i) % 2 == 0:\n            count += 1\n    return count\n"
-                       "assert count_even(??) == 3", '["mq", "px", "zy"]'),
-                      ('def concat(s1, s2):\n    return s1 + s2\nassert concat(??) == "banana"',
-                       '"ba", "nana"')),
-    "input/trace": (("n = ??\nassert n == 17", "17"),
-                    ('s1, s2 = ??\ns2 += "a"\nassert s1 + s2 == "banana"', '"ban", "an"'))}
-HOLE = "__answer__"                                                       # ?? in a prompt; a name for `ast`
-
-
-def question(row, kind):
-    """-> a program with HOLE in the place of the answer."""
-    if kind == "output/program":
-        return f"{row['source']}\nassert {row['call']} == {HOLE}"
-    if kind == "input/program":
-        return f"{row['source']}\nassert {row['call'].partition('(')[0]}({HOLE}) == {row['output']}"
-    if kind == "output/trace":
-        return row["trace"].removesuffix(row["output"]) + HOLE
-    around, (first, *lines), last = split_trace(row)
-    return "\n".join([*around, f"{first.partition(' = ')[0]} = {HOLE}", *lines, last])
-
-
-def prompt(row, kind):
-    """Two examples with answers, and a question. The answer to a program is its whole assert."""
-    text = ""
-    for program, answer in EXAMPLES[kind]:
-        if kind.endswith("program"):
-            answer = program.split("\n")[-1].replace("??", answer)
-        text += f"[PYTHON]\n{program}\n[/PYTHON]\n[ANSWER]\n{answer}\n[/ANSWER]\n\n"
-    if row["call"].startswith("f("):                                      # as in all of CRUXEval
-        text = re.sub("identity|append_a|count_even|concat", "f", text)
-    return f"{text}[PYTHON]\n{question(row, kind).replace(HOLE, '??')}\n[/PYTHON]\n[ANSWER]\n"
-
-
-def questions(path):
-    """What is asked about a file of traces: {id: (row, kind)}. Raises ValueError or OSError for a bad file."""
-    return {f"{name}/{kind}": (row, kind) for name, row in read_traces(path).items() for kind in EXAMPLES
-            if kind.startswith("output") or len(row["states"]) > row["steps"]}       # it has arguments
-
-
-def write_prompts(path, out):
-    """Write {"id", "prompt", "steps"} per kind and row of a file of traces. Raises ValueError or OSError."""
-    asked = questions(path)
-    with open(out, "x") as file:
-        for name, (row, kind) in asked.items():
-            file.write(json.dumps({"id": name, "prompt": prompt(row, kind), "steps": row["steps"]}) + "\n")
-
-
-NAMES = "abs bool bytes chr dict float int len list max min ord range reversed set sorted str sum tuple".split()
-
-
-def holds(row, kind, answer):
-    """True if a program's assert holds with an answer; else raises Rejected, or what the program raises.
-
-    The answer is evaluated with some of Python's names, and with the program's constants: it can hardly make an
-    object that equals everything."""
-    memory = execute(row["source"])
-    known = {name: memory[name] for name in literals(memory)}
-    known["__builtins__"] = {name: getattr(builtins, name) for name in NAMES}
-    with blame("the answer"):
-        text = f"(lambda *given, **named: (given, named))({answer}\n)"
-        if any(re.search("^__|_frame$", getattr(node, "attr", "")) for node in ast.walk(ast.parse(text))):
-            raise SyntaxError
-        given, named = eval(text, known)
-    asked, program = ast.parse(row["call"], mode="eval").body, question(row, kind)
-    if kind == "input/program":
-        several = len(asked.args) + len(asked.keywords) > 1
-        if several and not named and len(given) == 1 and isinstance(given[0], (list, tuple)):
-            [given] = given
-        program = program.replace(HOLE, f"*{HOLE}, **{HOLE}named")
-    elif len(given) == 1:
-        [given] = given
-    execute(program, **{HOLE: given, f"{HOLE}named": named})
-    return True
-
-
-def judge(row, kind, completion):
-    """-> "right", "wrong" or "unreadable", of a completion. Raises OSError as `guarded` does.
-
-    The answer is the line of the ??, whole (assert f(1) == 17) or in part (f(1) == 17, == 17), or else what
-    stands for the ?? alone (17). It is all of the text, or of what follows the last "answer:"; or there in a
-    fence, or one line, or in backticks, in this order. It is right if the assert holds."""
-    left, right = re.search(f"(.*){HOLE}(.*)", ast.unparse(ast.parse(question(row, kind)))).groups()
-    forms = ("", ""), ("assert ", ""), (left.removesuffix("== "), ""), ("assert (", right), (left, right)
-    start_of_answer = r"(?i)\[answer\]|\banswer is:?|\b(?:answer|output|input)[^\w'\"]*:"
-    said = re.split(start_of_answer, completion.split("[/ANSWER]")[0])[-1]
-    fenced, quoted = re.findall(r"```(?:\w+\n)?([^`]+)```", said), re.findall("`([^`]+)`", said)
-    texts = dict.fromkeys([completion, said, *reversed(fenced), *said.split("\n"), *quoted])
-    for (start, end), text in product(forms, texts):
-        text = text.lstrip(" \n`").rstrip(" \n`;.").removeprefix("**").removesuffix("**").strip()
-        text = text.removeprefix("assert ")
-        with contextlib.suppress(MemoryError, RecursionError, SyntaxError, ValueError):       # it is no answer
-            line = ast.unparse(ast.parse(f"{start}{text}\n{end}"))
-            if line.startswith(left) and line.endswith(right) and line != left + right:
-                found = guarded(holds, row, kind, line[len(left):len(line) - len(right)])
-                if found is True:
-                    return "right"
-                if not found["reason"].startswith("the answer raises"):   # as a word of prose does
-                    return "wrong"
-    return "unreadable"
-
-
-def score(path, completions, out=None):
-    """Print how many completions are right; write each verdict to `out`. Raises ValueError or OSError."""
-    asked, said, counts = questions(path), read_rows(completions), Counter()
-    for name, row in said.items():
-        if name not in asked or not isinstance(row.get("completion"), str):
-            raise BadInput(f"{completions}: {name}: give the id of a prompt, and a completion")
-    with open(out or os.devnull, "x" if out else "w", 1) as file:
-        for name, (row, kind) in asked.items():
-            verdict = judge(row, kind, said[name]["completion"]) if name in said else "without an answer"
-            file.write(json.dumps({"id": name, "verdict": verdict}) + "\n")
-            counts[kind, verdict] += 1
-    for kind in EXAMPLES:
-        verdicts = "right", "wrong", "unreadable", "without an answer"
-        print(f"{kind:14s} ", ", ".join(f"{counts[kind, verdict]} {verdict}" for verdict in verdicts))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1301,7 +1152,8 @@ class Trace(Task):
             tried = islice(random_rows(rng, stage.length), 10_000)
             row = next((row for row in tried if self.fits(row, stage, split)), None)
         if not row:
-            raise BadInput(f"stage {stage}: there are no such traces in the {split} split")
+            raise BadInput(f"stage {stage}: no such traces in the {split} split. An eighth of all programs, chosen by "
+                           "a hash, is for test, the others for training: give more traces, or another stage")
         around, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
@@ -1319,14 +1171,14 @@ TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPer
 # ----------------------------------------------------------------------------------------------------------
 # python data.py TASK: samples to check by eye; and the commands about files
 
-def samples(args):
+def show_samples(args):
     """Print samples of a task: traces with answers in [brackets], and the state beside each line."""
     kind, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
     if others:
         raise BadInput(f"--stage {args.stage}: give one stage")
-    settings = {name: getattr(args, name) for name in kind.settings if getattr(args, name, None) is not None}
-    task = kind(states="transformer", **settings)
-    task.check(stage)
+    given = {name: getattr(args, name) for name in kind.settings if getattr(args, name, None) is not None}
+    task = kind(states="transformer", **given)
+    task.check_stage(stage)
     rng, chance = random.Random(args.seed), task.chance(stage)
     for number in range(args.samples):
         print(f"sample {number}, chance {chance:.3g}")
@@ -1343,8 +1195,7 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.print_usage = lambda file: None                  # an error is one line
     add = parser.add_argument
-    add("task", choices=[*TASKS, "prompts", "score"], nargs="?", default="repl", metavar="task",
-        help=f"to see samples: {', '.join(TASKS)} [repl]; about files: trace, prompts, score")
+    add("task", choices=TASKS, nargs="?", default="repl", metavar="task", help=f"{', '.join(TASKS)} [repl]")
     add("--stage", default="8x1", help="of the samples [8x1]")
     add("--samples", type=int, default=1, help="how many [1]")
     add("--seed", type=int, default=0, help="of the random generator [0]")
@@ -1353,9 +1204,8 @@ def main(argv=None):
     add("--digits", type=int, help="arith: per number")
     add("--group", choices=GROUPS, help="group: which one")
     add("--trace-file", help="trace: samples from a file that `trace --out` has written")
-    add("--file", help="JSON lines to read: calls for `trace`, traces for `prompts` and `score`")
-    add("--completions", help="score: JSON lines, what a model said: id, completion")
-    add("--out", help="trace, prompts, score: a new file of JSON lines to write")
+    add("--file", help="trace: a file of JSON lines, the calls to unroll")
+    add("--out", help="trace: a new file of JSON lines, the traces of --file")
     add("--allow-exec", action="store_true",
         help="execute the code in --file, in child processes with limits: no sandbox")
     args = parser.parse_args(argv)
@@ -1365,19 +1215,13 @@ def main(argv=None):
         for name in [args.out, f"{os.path.splitext(args.out)[0]}.rejected.jsonl"] if args.out else []:
             if os.path.exists(name):
                 raise BadInput(f"{name} exists: choose another --out")
-        if not (args.file or args.out) and args.task in TASKS:
-            samples(args)
+        if not (args.file or args.out):
+            show_samples(args)
         elif args.task == "trace" and args.file and args.out and args.allow_exec:
             try_guard()
             write_traces(args.file, args.out)
-        elif args.task == "prompts" and args.file and args.out:
-            write_prompts(args.file, args.out)
-        elif args.task == "score" and args.file and args.completions and args.allow_exec:
-            try_guard()
-            score(args.file, args.completions, args.out)
         else:
-            raise BadInput("write trace --file --out --allow-exec, or prompts --file --out, or "
-                             "score --file --completions --allow-exec")
+            raise BadInput("to unroll calls, write trace --file CALLS --out TRACES --allow-exec")
     except BrokenPipeError:                                 # as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (BadInput, OSError) as error:

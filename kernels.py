@@ -599,7 +599,7 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
 # ----------------------------------------------------------------------------------------------------------
 # The public function
 
-def check(q, k, v, state, g=None, **per_step):
+def check_shapes(q, k, v, state, g=None, **per_step):
     """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. per_step are (B, T, H)."""
     if k.dim() != 4:
         raise ValueError(f"k is {tuple(k.shape)}, but it must be (B, T, H, K)")
@@ -636,7 +636,7 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     is Triton's own."""
     if g is not None and g.dim() == 3:
         g = g[..., None]
-    B, T, H, K, V = check(q, k, v, state, g, beta=beta)
+    B, T, H, K, V = check_shapes(q, k, v, state, g, beta=beta)
     out_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
     kernel_dtype = torch.bfloat16 if {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} else dtype
     backend, _ = resolve_backend(backend, v.device, kernel_dtype, K, V)
@@ -664,7 +664,7 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
     """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence; linear attention if a is None.
 
     a (B, T, H) in [-1, 1]. The rest is as in `delta_rule`, but backward() must be outside autocast."""
-    B, T, H, K, _ = check(q, k, v, state, a=a)
+    B, T, H, K, _ = check_shapes(q, k, v, state, a=a)
     dtype, C = torch.promote_types(v.dtype, torch.float32), min(chunk, T)
     with torch.autocast(v.device.type, enabled=False):
         Q, K_out, V = (to_chunks(x.to(dtype), C) for x in (q, k, v))     # (N*B*H, C, K)

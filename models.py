@@ -27,7 +27,7 @@ not the state of the program that it reads; None is the start.
 Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. At the end, a DeltaNet whose weights
 are written by hand. Not here: dropout, weight tying, padding masks.
 
-Read `DeltaNet` and `LM` first. Look at all mixers:   python models.py
+Read `DeltaNet` and `LM` first. Look at all mixers, and check yours:   python models.py
 """
 import math
 from types import SimpleNamespace
@@ -409,9 +409,9 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """`forward` returns hidden vectors, `head` turns them into logits for the next token. `to_state` is a
-    state head (below), used only in its loss; n_slots and n_classes are for LinearHead. cfg has model,
-    d_model, d_mlp, n_layer, n_head, conv, beta_max, gates, n_householder and states, as in train.py."""
+    """`forward` returns hidden vectors, `head` turns them into logits for the next token, `to_state`, a state head
+    (below), into the program's state, if it is a LinearHead with n_slots and n_classes. `load` in train.py has an
+    example. cfg has model, d_model, d_mlp, n_layer, n_head, conv, beta_max, gates, n_householder and states."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
@@ -646,7 +646,7 @@ def tensors(state):
 
 
 def in_pieces(model, tokens, length):
-    """-> hidden (B, T, D), computed `length` tokens at a time."""
+    """-> hidden (B, T, D), computed `length` tokens at a time: the same as at once, unless a mixer is WRONG."""
     state, pieces = None, []
     for piece in tokens.split(length, 1):
         hidden, state = model(piece, state)
@@ -667,7 +667,8 @@ def main():
         whole, state = model(tokens)
         numbers = sum(x.numel() for x in tensors(state))
         one, some = ((in_pieces(model, tokens, n) - whole).abs().max() for n in (1, 23))
-        print(f"{name:18s}{count(model):12,}{numbers:16,}{one:16.0e}{some:13.0e}")
+        wrong = "" if max(one, some) < 1e-3 else "  WRONG: it sees the future, or loses its state"
+        print(f"{name:18s}{count(model):12,}{numbers:16,}{one:16.0e}{some:13.0e}{wrong}")
     print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens")
     print("notice: only the transformer's state would be larger after more tokens")
 

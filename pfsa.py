@@ -41,7 +41,7 @@ from data import LETTERS, BadInput, Stage, Task, run
 
 class PFSA:
     """T (symbols, m, m) and Z (symbols, m); q0: the first state, or a distribution (m,); queries: lists of
-    symbols. Computes in float64, or exactly if T holds Fractions. Raises ValueError where probabilities do
+    symbols. Computes in float64, or exactly if T holds Fractions. Raises BadInput where probabilities do
     not sum to 1, or a state does not allow exactly one symbol of a query."""
 
     def __init__(self, T, Z, q0, queries=()):
@@ -254,9 +254,9 @@ class MaybeSwaps(Task):
         super().__init__(**others)
         if self.states not in ("none", "linear"):
             raise BadInput(f"--states {self.states}: the state is hidden, so it cannot be written as text; "
-                             "give linear (the exact belief) or none")
+                           "give linear (the exact belief) or none")
 
-    def check(self, stage):
+    def check_stage(self, stage):
         if stage.kind not in ("", "same", "forced"):
             raise BadInput(f"stage {stage}: write LxS, or Lx2:same, or Lx2:forced to evaluate on P1's Figure 10")
         if stage.kind and stage.spacing != 2:
@@ -280,6 +280,10 @@ class MaybeSwaps(Task):
             raise BadInput(f"stage {stage}: is for evaluation; train on {stage.length}x2:same")
         memory = {}
         return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
+
+    def answer_tokens(self):
+        """The tokens of the answers 1 to n_vars, a list of int."""
+        return [self.tokenizer.encode(str(i))[0] for i in range(1, self.n_vars + 1)]
 
     def slots(self, memory):
         values = tuple(map(memory.get, self.names))
@@ -318,17 +322,15 @@ class MaybeSwaps(Task):
         return batch._replace(belief=belief, predictive=predictive)
 
 
-def compare(logits, target, predictive):
-    """A model against the exact predictive, in nats. Logits (N, vocabulary), sampled answers (N,), predictive
-    (N, n) of the digits 1 to n -> (N, 3) float64: KL(exact || model) over the whole vocabulary, the model's
-    loss at the answer, and the loss of the exact predictive, whose mean is the Bayes floor."""
-    log_q, p = logits.double().log_softmax(-1), predictive.double()
-    n = p.shape[-1]
-    digit = ord("1") + torch.arange(n, device=p.device)
-    kl = (torch.special.xlogy(p, p) - p * log_q[:, digit]).sum(-1)
-    answer = target[:, None]
-    loss = -log_q.gather(-1, answer)[:, 0]
-    floor = -p.gather(-1, answer - ord("1")).log()[:, 0]
+def against_exact(logits, target, predictive, answer_tokens):
+    """A model against the exact predictive, in nats. Logits (N, vocabulary), the sampled answers' tokens (N,), the
+    exact chances of n answers (N, n), and the n answers' tokens -> (N, 3) float64: KL(exact || model) over the whole
+    vocabulary, the model's loss at the answer, and that of the exact predictive, whose mean is the Bayes floor."""
+    log_q, p = logits.cpu().double().log_softmax(-1), predictive.cpu().double()       # mps has no float64
+    answers, target = torch.tensor(answer_tokens), target.cpu()[:, None]
+    kl = (torch.special.xlogy(p, p) - p * log_q[:, answers]).sum(-1)
+    loss = -log_q.gather(-1, target)[:, 0]
+    floor = -p[target == answers].log()
     return torch.stack([kl, loss, floor], -1)
 
 

@@ -3,16 +3,17 @@ Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py --all                                        every figure in assets/, in seconds
     python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
-    python plot.py headline assets/length.jsonl                 above: by_hand; below: one print
-    python plot.py horizon assets/horizon.jsonl --by gates,cooldown   read without prints
-    python plot.py ladder assets/ladder.jsonl --by n_householder      a row per model, a column per group
-    python plot.py samples assets/told.jsonl --by states        traces until 95 % are right (P2 Fig. 5)
+    python plot.py headline out/*                               above: by_hand; below: one print
+    python plot.py horizon out/* --by gates,cooldown            read without prints
+    python plot.py ladder out/*-group* --by n_householder       a row per model, a column per group
+    python plot.py samples out/*-parity* --by states            traces until 95 % are right (P2 Fig. 5)
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
     python plot.py movie assets/deltanet-repl.pt                what it believes, line by line
 
-    cat out/ladder/*/result.json > assets/ladder.jsonl          a table of runs: each is one line of JSON
+    cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each is one line of JSON
+    python plot.py ladder assets/results.jsonl --entry ladder   of a table, the lines of one entry of the notebook
 
 Runs that differ only in their seed are one curve: the median, in a band from worst to best. If they differ in
 more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, curves are named
@@ -54,29 +55,31 @@ STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # of five curves; th
 # ----------------------------------------------------------------------------------------------------------
 # Runs
 
-def read_lines(path):
-    """-> the JSON objects of a file, one a line."""
+def read_lines(path, entry=None):
+    """-> the JSON objects of a file, one a line; with an entry, those whose "entry" it is."""
     try:
         rows = [json.loads(line) for line in open(path)]
-    except (OSError, ValueError):
-        rows = []
+    except ValueError:
+        raise ValueError(f"{path}: give folders of finished runs, or files of JSON lines")
+    rows = [row for row in rows if entry in (None, row.get("entry"))]
     if not rows:
-        raise ValueError(f"{path}: give folders of finished runs, or .jsonl files")
+        raise ValueError(f"{path} has no lines" + (f" of the entry {entry}" if entry else ""))
     return rows
 
 
 def load_runs(args, key="eval", needs="result", fits=lambda row: True):
-    """-> [(label, result), ...] of the finished runs that the command line names; of result[key] only the
-    rows that fit. A run without any is left out. needs: such a row, in words."""
+    """-> [(label, result), ...] of the finished runs that the command line names; of result[key] only the rows that
+    fit. A run without any is left out, and so is what is no run. needs: such a row, in words."""
     runs, found = [], []
     for path in map(Path, args.paths):
-        place = str(path)
-        if path.is_dir():
-            place, path = re.sub(r"-seed=\d+(?!.*/)", "", place), path / "result.json"
-            if not path.exists():
-                args.left_out.append(f"{path.parent} is not finished")
-                continue
-        runs += [{**result, "place": place} for result in read_lines(path)]
+        if path.suffix in (".json", ".jsonl"):
+            runs += [{**row, "place": str(path)} for row in read_lines(path, args.entry) if "config" in row]
+        elif (path / "result.json").exists():
+            place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))
+            runs += [{**row, "place": place} for row in read_lines(path / "result.json")]
+        else:
+            stopped = (path / "ckpt.pt").exists()
+            args.left_out.append(f"{path} is {'not finished' if stopped else 'no run'}")
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     for result in runs:       # tables leave out defaults; those that have changed since, they name
@@ -95,20 +98,20 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     return found
 
 
-def label(result, runs, settings):
-    """The model, and those of the settings in which its runs differ, or that are not at their default. If the
+def label(result, runs, names):
+    """The model, and those of the named settings in which its runs differ, or that are not at their default. If the
     same run is there twice, also its place."""
     words = [result["model"]]
-    kin = [other for other in runs if other["model"] == result["model"]]
-    for name in settings:
+    same = [other for other in runs if other["model"] == result["model"]]
+    for name in names:
         value, default = result["config"].get(name), getattr(Config, name, None)
-        if value is None or all(other["config"].get(name) == value == default for other in kin):
+        if value is None or all(other["config"].get(name) == value == default for other in same):
             continue                                        # None: a setting of older runs
         words.append(f"[{1 - value:g}, 1]" if name == "beta_max" else f"{name} {value}")
-    seeds = [other["seed"] for other in kin if other["recipe"] == result["recipe"]]
+    seeds = [other["seed"] for other in same if other["recipe"] == result["recipe"]]
     if len(set(seeds)) < len(seeds):
         words.append(result["place"])
-    return ", ".join(words)
+    return ", ".join(words).replace("$", r"\$")             # else matplotlib reads it as mathematics
 
 
 def seeds_of(labelled):
@@ -404,10 +407,13 @@ def one_model(args, traces, kind=torch.nn.Module):
     """-> cfg, task, stage --at and model of the one run: repl, with mixers all of class `kind`."""
     if len(args.paths) > 1 or len(args.at.split()) > 1:
         raise ValueError("give one run, and one stage --at")
-    cfg, task, [stage], model = load(args.paths[0], device="cpu", eval_at=args.at, eval_samples=traces)
+    cfg, task, _, model = load(args.paths[0], device="cpu", eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
-    if cfg.task != "repl" or task.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
-        raise ValueError("give a run of repl, without states in the text; for heads, with betas")
+    if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
+        raise ValueError(f"{args.paths[0]} is a run of {cfg.model} on {cfg.task}: give one of repl, without states in "
+                         "the text; for heads, with betas")
+    [stage] = parse_stages(args.at)
+    task.check_stage(stage)
     return cfg, task, stage, model
 
 
@@ -442,8 +448,7 @@ def measure_heads(args, traces=32):
                                             "keys": variance.tolist()}
         mixer.beta = beta
         x, _ = block(x)
-    *_, last = parse_stages(task.curriculum if cfg.curriculum == "auto" else cfg.curriculum)
-    return {"of": f"{args.paths[0]} at {stage}", "stage": str(stage), "trained": str(last),
+    return {"of": f"{args.paths[0]} at {stage}", "stage": str(stage), "trained": cfg.curriculum.split()[-1],
             "chance": task.chance(stage), "heads": found}
 
 
@@ -451,7 +456,7 @@ def heads(args):
     """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are
     scaled down (6). In colour: the most needed head. The numbers are saved to a .jsonl, to redraw it."""
     if args.paths[0].endswith(".jsonl"):
-        measured = read_lines(args.paths[0])[-1]            # if it has several lines, the last
+        measured = read_lines(args.paths[0], args.entry)[-1]                # if it has several lines, the last
     else:
         measured = measure_heads(args)
         Path(args.save).parent.mkdir(parents=True, exist_ok=True)
@@ -520,13 +525,14 @@ def movie(args, lines=40):
 # The command line
 
 COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, heads, movie]}
+TABLE = "assets/results.jsonl --entry"
 ALL = {  # the figures of README.md and assets/RESULTS.md
-    "headline.png": "headline assets/length.jsonl",
-    "ladder.png": "ladder assets/ladder.jsonl --by n_householder,n_layer",
-    "nats.png": "nats assets/belief.jsonl --models gated_deltanet,gru,lstm,m2rnn,transformer",
-    "samples.png": "samples assets/told.jsonl --by states",
-    "horizon.png": "horizon assets/horizon.jsonl --by gates,cooldown",
-    "heads.png": "heads assets/heads.jsonl",
+    "headline.png": f"headline {TABLE} length",
+    "ladder.png": f"ladder {TABLE} ladder --by n_householder,n_layer",
+    "nats.png": f"nats {TABLE} belief --models gated_deltanet,gru,lstm,m2rnn,transformer",
+    "samples.png": f"samples {TABLE} told --by states",
+    "horizon.png": f"horizon {TABLE} horizon --by gates,cooldown",
+    "heads.png": f"heads {TABLE} heads",
     "filters.png": "filters",
     "movie.gif": "movie assets/deltanet-repl.pt",
 }
@@ -539,6 +545,7 @@ def main(argv=None):
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command")
     parser.add_argument("paths", nargs="*", help="folders of finished runs, or .jsonl files")
     parser.add_argument("--at", default="128x16", help="the stage, if a command has one [128x16]")
+    parser.add_argument("--entry", help="of .jsonl files, only the lines of this entry, as ladder")
     parser.add_argument("--models", help="only these, as deltanet,lstm")
     parser.add_argument("--by", default="", help="settings that labels name, as states,learning_rate")
     parser.add_argument("--save", help="the picture: .png, .svg, .pdf; of movie: .gif [out/COMMAND.png]")

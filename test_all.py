@@ -17,9 +17,11 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -332,7 +334,7 @@ def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
     with pytest.raises(ValueError) as caught:
         task = task()
         for stage in parse_stages(stage):
-            task.check(stage)
+            task.check_stage(stage)
             task.batch(0, "test", stage, 0, 1)
     assert "\n" not in str(caught.value) and len(str(caught.value)) > 20
 
@@ -349,16 +351,17 @@ def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
     ({"program": lambda *_: ["c = 0"]}, r"Mine.program: traces of a stage have \[0\] answers: print"),
     ({"program": lambda task, rng, *_: ["c = 0"] + ["print(c)"] * rng.randint(1, 2)}, r"have \[1, 2\] answ"),
     ({"program": lambda *_: ["c = 0", "print(c)", "print(c)"], "whole": True}, r"\[2\] answers: .* once"),
-    ({"program": lambda *_: ["c = 0", "print(10)"]}, "the answer 10 has several tokens: set whole = True")])
+    ({"program": lambda *_: ["for i in range(3):", "    c = i"]}, "the line 'for i in range.3.:' is no whole statement"),
+    ({"program": lambda task, rng, *_: ["c = 0", f"print({rng.choice([1, 10])})"]},
+     "Mine.program: the answer 10 has several tokens: set whole = True")])
 def test_a_task_of_ones_own_that_does_not_fit_is_named_in_one_line(changes, says, monkeypatch):
     monkeypatch.setattr(data, "is_test", lambda program: False)           # as there are few programs
     task = type("Mine", (Clock,), changes)()
     with pytest.raises(ValueError, match=says) as caught:
         task.batch(0, "train", Stage(6), 0, 20)
     assert "\n" not in str(caught.value)
-    if "tokens" not in says:
-        with pytest.raises(ValueError, match=says):
-            task.chance(Stage(6))
+    with pytest.raises(ValueError, match=says):
+        task.chance(Stage(6))                                             # so training stops before its first step
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -391,52 +394,6 @@ def test_groups_have_their_order_and_targets_are_products(name):
 def test_a_stage_of_a_group_says_how_many_points_an_element_may_move():
     batch, _ = make(Group("S5"), "16:3", 200)
     assert len(np.unique(batch.tokens[:, 1:])) == 1 + 10 + 20             # identity, transpositions, 3-cycles
-
-
-# ----------------------------------------------------------------------------------------------------------
-# data.py: lines that somebody types
-
-def outcome(source, names):
-    """What Python prints, and holds afterwards; None if it refuses the source."""
-    memory = dict(zip(names, range(1, 10)))
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(Exception):
-        exec(source, {}, memory)
-        return printed.getvalue(), memory
-
-
-@pytest.mark.parametrize("moves, n_vars", [("swap", 4), ("perm", 3)])
-def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
-    """Of 4,000 lines of the task with up to two characters changed."""
-    task, rng, accepted = Repl(n_vars, moves), random.Random(0), set()
-    known = {line.source for _ in range(400) for line in task.draw(rng, Stage(4), "train")}
-    lines = sorted(line for line in known if "," in line)
-    for _ in range(4000):
-        typed = list(rng.choice(lines))
-        for _ in range(rng.randrange(3)):
-            place = rng.randrange(len(typed))
-            typed[place:place + rng.randrange(2)] = rng.choice([*"abcz ,='\"()#;1", "  ", ">>> "])
-        typed = "".join(typed)
-        try:
-            line = task.line(typed)
-        except ValueError as error:
-            assert typed not in lines and "\n" not in str(error)
-            continue
-        accepted.add(line)
-        bare = typed.strip().removeprefix(">>>").strip()
-        assert outcome(line, task.names) == outcome(bare, task.names) is not None, typed
-    assert accepted == set(lines)
-    assert task.line("print(a)") == "print('a', a)"
-    assert task.line("c, a, b = c, b, a") == ("a, b = b, a" if moves == "swap" else "a, b, c = b, a, c")
-    for typed, says in (("x = 1", "given only at the start"), ("a = 3", "given only at the start"),
-                        ("a, x = x, a", "only the variables a, b, c"), ("print(x)", "only the variables a"),
-                        ("a, print = print, a", "only the variables a"), ("a = b", "hold the same value"),
-                        ("a, b = b, c", "same names"), ("a, a = a, a", "same names"), ("a, b = b", "names"),
-                        ("print(a, b)", "shows one variable"), ("import os", "only moves"),
-                        ("a,, b = b,, a", "only moves and prints"),
-                        *[("a, b, c = b, c, a", "only swaps of two")] * (moves == "swap")):
-        with pytest.raises(ValueError, match=says) as caught:
-            task.line(typed)
-        assert all(map(task.line, re.search("type a line like (.*) or (.*)", str(caught.value)).groups()))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -695,11 +652,10 @@ def test_a_fault_of_ours_is_an_error_of_the_command_not_of_each_row(where, fault
         raise fault
     path, out = write(tmp_path / "calls.jsonl", [HONEST]), tmp_path / "out.jsonl"
     monkeypatch.setattr(where, failing)
-    for words in ["trace", "--out", str(out)], ["score", "--completions", str(path)]:
-        with pytest.raises(SystemExit, match="2"):
-            data.main([*words, "--file", str(path), "--allow-exec"])
-        line = capsys.readouterr().err
-        assert said in line and line.count("\n") == 1 and not out.exists()
+    with pytest.raises(SystemExit, match="2"):
+        data.main(["trace", "--out", str(out), "--file", str(path), "--allow-exec"])
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1 and not out.exists()
 
 
 def test_little_memory_is_an_error_of_the_command(tmp_path):
@@ -796,100 +752,11 @@ def test_traces_of_a_file_are_its_rows_and_what_is_tested_on_is_not_trained_on(t
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Prompts and judge
+# Examples
 
-ROW = {"code": "def g(xs):\n    xs.pop()\n    return xs", "input": "[1, 2]", "id": "s"}
-
-
-@pytest.mark.parametrize("kind, question", [
-    ("output/program", "def g(xs):\n    xs.pop()\n    return xs\nassert g([1, 2]) == ??"),
-    ("output/trace", "xs = [1, 2]\nxs.pop()\nassert (xs) == ??"),
-    ("input/program", "def g(xs):\n    xs.pop()\n    return xs\nassert g(??) == [1]"),
-    ("input/trace", "xs = ??\nxs.pop()\nassert (xs) == [1]")])
-def test_a_prompt_has_two_examples_that_hold_and_a_question(kind, question):
-    _, *examples, asked = data.prompt(data.unroll(ROW), kind).split("[PYTHON]\n")
-    assert asked == f"{question}\n[/PYTHON]\n[ANSWER]\n" and len(examples) == 2
-    for example in examples:
-        form = r"(.*)\[/PYTHON\]\n\[ANSWER\]\n(.*)\n\[/ANSWER\]\n\n"
-        program, answer = re.fullmatch(form, example, re.S).groups()
-        exec(re.sub(r".*\?\?.*" if kind.endswith("program") else r"\?\?", answer, program), {})
-
-
-LIAR = "(lambda T=type: T('L', (list,), {'__eq__': lambda a, b: True})([1, 2]))()"
-COT = "It pops `2`, so\nf([9]) == [1, 2]\nis gone.\n\nThe answer is: **@**\n\nNot `[1, 2, 3]`."
-WAYS = ["@", " @ # yes", "@;", "@\n\nAs `xs.pop()` drops `[7]`.", "```python\n@\n```\nIt is not `[7]`.", "It is `@`.",
-        "**Answer:** @", "Output: @", "[ANSWER]\n@\n[/ANSWER]\n[PYTHON]", "```\n[9]\n```\nNo:\n```\n@\n```", COT]
-VERDICTS = {                                          # for g([1, 2]), which pops: right, wrong, unreadable
-    "output/program": (
-        ["[1]", "assert g([1,2]) == [ 1, ]", "[1.0]", "g( [1, 2] )==[1]", "== [1]", "[1] + []"],
-        ["[2]", "assert g([1,2]) == [1], 'no'", "[2] or True"],
-        ["g([1, 2])", "[1", "[1]) or (True", "assert g([9]) == [1]", "-" * 9999 + "1", "{[1]: 2}"]),
-    "output/trace": (["[1]", "assert xs == [1]", "(xs) == [1]"], ["[2]"], ["xs", "[2] and xs"]),
-    "input/program": (
-        ["[1, 2]", "[1, 'any']", "assert g([1,3]) == [1]", "g([1, 3])", "assert g([1, 3])", "list(range(1, 3))",
-         "[*dict(a=1).values(), lambda x: x]", "*([1, 5],)", "[1] + ['__']"],
-        ["[2, 1]", "1, 2", "4", "g([])", "(g := lambda x: [1])"],
-        ["[1]) == [1] or (1", "assert g([1, 2]) == [2]", "[1]) == g([1", "nothing", LIAR,
-         "''.__class__.__class__", "(0 for x in [0]).gi_frame", "exit()", "[1]) == 0 #"]),
-    "input/trace": (["[1, None]", "xs = [1, 9]", "xs=[1, 2]"], ["[2, 1]", "ys = [1, 2]"],
-                    ["[1, 2]; xs = [1]", LIAR]),
-}
-
-
-@pytest.mark.parametrize("kind", VERDICTS)
-def test_right_answers_are_accepted_and_no_others(kind):
-    row = data.unroll(ROW)
-    for verdict, said in zip(("right", "wrong", "unreadable"), VERDICTS[kind]):
-        assert {one: data.judge(row, kind, one) for one in said} == dict.fromkeys(said, verdict)
-    for verdict, said in zip(("right", "wrong"), VERDICTS[kind]):
-        for answer in said[:2]:
-            ways = [way.replace("@", answer) for way in WAYS]
-            assert {way: data.judge(row, kind, way) for way in ways} == dict.fromkeys(ways, verdict)
-    for nothing in "", "I do not know.", "(" * 999, "\0", "\udc80":
-        assert data.judge(row, kind, nothing) == "unreadable"
-
-
-@pytest.mark.parametrize("code, arguments, said, verdict", [
-    ("class L:\n    __eq__ = lambda a, b: True\ndef f(x):\n    return x", "3", "L()", "unreadable"),
-    ("K = [1, 2]\ndef f(x):\n    return x[-1]", "K", "K[1:]", "right"),
-    ("import collections\ndef f(x):\n    return dict(collections.Counter(x))", "'a'", "['a']", "right"),
-    ("def f(x):\n    return x + (y if x else 1)", "0", "1", "wrong"),
-    ("def f(x):\n    return x", "'a'", "'b' if x else 'a'", "unreadable"),
-    ("def f(a, b):\n    return a - b", "5, b=3", "(7, 5)", "right"),
-    ("def f(a, b):\n    return a - b", "5, b=3", "assert f(b=4, a=6) == 2", "right"),
-    ("def f(a, b):\n    return a - b", "5, 3", "[7, 5]", "right"),
-    ("def f(a, b):\n    return a - b", "5, 3", "(7, 5), 1", "wrong")])
-def test_an_input_is_right_if_the_literal_of_its_output_is(code, arguments, said, verdict):
-    assert data.judge(unroll(code, arguments), "input/program", said) == verdict
-
-
-def test_prompts_are_written_and_completions_counted(tmp_path, capsys):
-    """The true answers of 30 functions made at random are right."""
-    made = data.random_rows(random.Random(0), 4)
-    rows = [{**row, "id": i} for i, row in enumerate(itertools.islice(made, 30))]
-    data.write_prompts(write(tmp_path / "t.jsonl", rows), tmp_path / "p.jsonl")
-    prompts = written(tmp_path / "p.jsonl")
-    assert len({p["id"] for p in prompts}) == len(prompts) == 120 and "def identity" not in str(prompts)
-    said = []
-    for row, kind in itertools.product(rows[:29], VERDICTS):
-        answer = row["output"] if kind.startswith("output") else row["call"][2:-1]
-        said.append({"id": f"{row['id']}/{kind}", "completion": answer if row["id"] else "("})
-    said_path, verdicts = write(tmp_path / "said.jsonl", [*said, ""]), tmp_path / "verdicts.jsonl"
-    data.main(["score", "--file", str(tmp_path / "t.jsonl"), "--completions", str(said_path), "--allow-exec",
-               "--out", str(verdicts)])
-    for line in capsys.readouterr().out.splitlines():
-        assert re.fullmatch(r"\S+ +28 right, 0 wrong, 1 unreadable, 1 without an answer", line)
-    told = {row["id"]: row["verdict"] for row in written(verdicts)}
-    assert told.keys() == {p["id"] for p in prompts} and told["1/input/trace"] == "right"
-    for bad in '{"id": "nobody/output/trace", "completion": "1"}', "oops", '{"id": "1/input/trace"}', said[1]:
-        with pytest.raises(data.BadInput, match="give JSON lines|give the id of a prompt|a second row"):
-            data.score(tmp_path / "t.jsonl", write(said_path, [said[1], bad]))
-    with pytest.raises(data.BadInput, match="line 2: a second row with the id 0"):
-        data.write_prompts(write(tmp_path / "t.jsonl", [rows[0], rows[0]]), tmp_path / "again.jsonl")
-
-
-@pytest.mark.parametrize("module, functions", [(data, 1), (kernels, 2)])
-def test_examples_in_docstrings_are_true(module, functions):
+@pytest.mark.parametrize("module, functions", [(kernels, 2), (train, 1)])
+def test_examples_in_docstrings_are_true(module, functions, monkeypatch):
+    monkeypatch.chdir(HERE)
     found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
     assert len(found) == functions
     for test in found:
@@ -1321,13 +1188,14 @@ def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess(
     batch = task.batch(0, "train", Stage(32, 2), 0, 200)
     target, p = torch.tensor(batch.target[batch.asked]), torch.tensor(batch.predictive[batch.asked]).double()
     digits = slice(ord("1"), ord("4"))
+    assert task.answer_tokens() == [*range(ord("1"), ord("4"))]
     exact, even = torch.full((2, len(p), len(task.tokenizer)), -1e4, dtype=torch.double)
     exact[:, digits], even[:, digits] = p.clamp(1e-99).log(), 0
     entropy = -torch.special.xlogy(p, p).sum(-1)
-    kl, loss, floor = pfsa.compare(exact, target, p).unbind(-1)
+    kl, loss, floor = pfsa.against_exact(exact, target, p, task.answer_tokens()).unbind(-1)
     assert kl.abs().max() < 1e-6 and torch.allclose(loss, floor)
     assert abs((floor - entropy).mean()) < 4 * (floor - entropy).std() / math.sqrt(len(p))
-    kl, loss, _ = pfsa.compare(even, target, p).unbind(-1)
+    kl, loss, _ = pfsa.against_exact(even, target, p, task.answer_tokens()).unbind(-1)
     assert torch.allclose(loss, loss.new_tensor(math.log(3))) and torch.allclose(kl, math.log(3) - entropy)
 
 
@@ -1336,7 +1204,7 @@ def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess(
     (lambda: pfsa.PFSA([[[1, 0], [1, 1]]], [[1, 1]], 0), "each column must sum to 1"),
     (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
     (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: the state is hidden"),
-    (lambda: pfsa.MaybeSwaps(3).check(Stage(8, 4, "forced")), "so write 8x2:forced"),
+    (lambda: pfsa.MaybeSwaps(3).check_stage(Stage(8, 4, "forced")), "so write 8x2:forced"),
     (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation; train on 8x2:same")])
 def test_bad_automata_symbols_and_settings_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
@@ -1545,7 +1413,7 @@ def test_a_mixer_of_ones_own_starts_as_it_says_and_trains(monkeypatch, tmp_path)
     test_whole_token_by_token_and_segment_by_segment_agree("own")
     assert go(tmp_path, "--model", "own") == 0
     cfg, _, _, trained = train.load(only(tmp_path))
-    start, end = train.build(cfg)[3].blocks[0].mixer, trained.blocks[0].mixer
+    start, end = train.build(cfg)[-1].blocks[0].mixer, trained.blocks[0].mixer
     assert (start.vector == 3).all() and start.gate.bias == 7 and (end.fixed == 0.5).all()
     for (name, before), after in zip(start.named_parameters(), end.parameters()):
         assert (before != after).any(), name
@@ -1807,7 +1675,7 @@ def test_the_final_accuracy_is_that_of_the_last_answer_in_the_test_split():
     task, stage, cfg = Repl(3), Stage(8, 2), Config(eval_samples=16, batch_size=16)
     batch = task.batch(cfg.seed, "test", stage, 0, 16)
     assert train.evaluate(Knows(batch, [3]), task, stage, cfg) == {
-        "stage": "8x2", "accuracy": 0.25, "final": 1, "by_answer": [0, 0, 0, 1]}
+        "accuracy": 0.25, "final": 1, "by_answer": [0, 0, 0, 1]}
     task, stage = ListPerm(3), Stage(4)
     batch = task.batch(cfg.seed, "test", stage, 0, 16)
     tokens = batch.asked[0].sum()                                         # of its one answer
@@ -1910,13 +1778,15 @@ def test_a_tiny_model_learns_three_variables(tmp_path):
     noise = [line for line in done.stderr.splitlines() if "torch/utils" not in line]      # torch 2.9 may warn
     assert done.returncode == 0 and not noise, done.stderr
     result = result_of(only(tmp_path))
-    assert list(result) == ("model task seed params chance trained reached cut_short samples steps seconds "
-                            "passed held_out eval commit files argv torch threads config").split()
+    assert list(result) == ("model task seed params chance trained reached samples steps seconds passed held_out eval "
+                            "commit code argv torch threads machine config").split()
     accuracy = [row["accuracy"] for row in result["eval"]]
     assert accuracy[0] >= 0.99 and accuracy[1] >= 0.95, accuracy
     assert [passed["stage"] for passed in result["passed"]] == ["2x1:2", "4x1", "8x2"]
     assert result["reached"] == result["trained"] == "8x2" and result["samples"] == 8 * result["steps"]
-    assert [samples for samples, _, _ in result["held_out"]] == [*range(2400, result["samples"] + 1, 2400)]
+    passes = [row["samples"] for row in result["passed"]]
+    tested = {*range(2400, result["samples"], 2400), *passes, result["samples"]}
+    assert [samples for samples, _, _ in result["held_out"]] == sorted(tested)
 
 
 def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
@@ -1942,7 +1812,7 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-        if step % 15 == 14:
+        if step % 15 == 14 or step in (19, 39):                           # also where a stage is passed
             tested = Stage(5) if step >= 20 else stage
             held_out.append([8 * step + 8, str(tested), train.evaluate(lm, task, tested, cfg)["accuracy"]])
     saved, result = train.read_checkpoint(only(tmp_path) / "ckpt.pt"), result_of(only(tmp_path))
@@ -1952,7 +1822,7 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(tmp_path):
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, monkeypatch, capsys, interrupted):
-    """And the log says so. Also if it goes on from the checkpoint of the 20th. The traces end a batch after the last
+    """And the log says so. Also if it resumes from the checkpoint of the 20th. The traces end a batch after the last
     stage is passed."""
     rights, batches, stops, honest = [1] * 10 + [0] * 5 + [1] * 20, [], [22] * interrupted, train.losses
 
@@ -1972,12 +1842,11 @@ def test_a_stage_is_passed_at_90_percent_of_its_own_last_ten_batches(tmp_path, m
     result = result_of(only(tmp_path))
     assert [row["steps"] for row in result["passed"]] == [10, 24] and result["steps"] == 25
     assert result["reached"] == "4x1"
-    log = re.findall(r"step (\d+): .*, stage (.*), (.*)% right.* at (.*), loss (.*) = next (.*) \+ .* (.*) \+ .* (.*)",
+    log = re.findall(r"step (\d+): .* s, stage (.*), (.*)% right.* at (.*), loss (.*) = next (.*) \+ .* (.*) \+ .* (.*)",
                      capsys.readouterr().out)
     told = {(step, where, right, tested) for step, where, right, tested, *_ in log}
-    assert told == {("5", "3x1 (1 of 2)", "100.0", "3x1"), ("10", "3x1 (1 of 2)", "100.0", "3x1"),
-                    ("15", "4x1 (2 of 2)", "0.0", "4x2"), ("20", "4x1 (2 of 2)", "50.0", "4x2"),
-                    ("25", "4x1 (2 of 2)", "100.0", "4x2")}
+    assert told == {("5", "3x1", "100.0", "3x1"), ("10", "3x1 passed", "100.0", "3x1"), ("15", "4x1", "0.0", "4x2"),
+                    ("20", "4x1", "50.0", "4x2"), ("24", "4x1 passed", "90.0", "4x2"), ("25", "4x1", "100.0", "4x2")}
     for *_, loss, one, two, three in log:
         assert float(loss) == pytest.approx(float(one) + float(two) + float(three), abs=2e-3)
 
@@ -1994,108 +1863,121 @@ def test_every_task_trains_and_is_evaluated_again_from_its_folder(tmp_path, caps
     assert re.findall("^eval .*", capsys.readouterr().out, re.M) == rows
 
 
-@pytest.mark.parametrize("flags", [
-    ["--stage-samples", 400, "--curriculum", "4x1 8x2"],                  # passed at a checkpoint
-    ["--stage-samples", 160, "--curriculum", "3x1 4x1 8x2 8x4", "--cooldown", 240, "--dtype", "bf16"]])
-def test_50_steps_and_50_more_are_100_steps_bit_for_bit(tmp_path, monkeypatch, capsys, flags):
-    """Also if the first part is stopped some steps after its last checkpoint."""
-    flags = [*flags, "--advance", 1, "--max-samples", 800, "--eval-every", 25]
+# Stopping: how a run is stopped, and the step from which it is resumed
+
+def in_step(number):
+    """In the call of `losses` of this number."""
+    return lambda patch: at_call(patch, number, interrupt)
+
+
+def in_save(number):
+    """In the save of this number, with half of the file on the disk."""
+    def stop(patch):
+        honest, numbers = torch.save, itertools.count(1)
+
+        def dies(x, path):
+            honest(x, path)
+            if next(numbers) == number:
+                os.truncate(path, os.path.getsize(path) // 2)
+                interrupt()
+        patch.setattr(torch, "save", dies)
+    return stop
+
+
+def in_report(patch):
+    patch.setattr(train, "report", lambda *_: interrupt())
+
+
+LONG = ["--advance", 1, "--max-samples", 800, "--eval-every", 25]         # 100 steps
+TWO = [*LONG, "--stage-samples", 400, "--curriculum", "4x1 8x2"]
+FOUR = [*LONG, "--stage-samples", 160, "--curriculum", "3x1 4x1 8x2 8x4", "--cooldown", 240, "--dtype", "bf16"]
+STOPS = [([], in_step(1), 0), ([], in_step(9), 5), ([], in_step(12), 10), ([], in_save(1), 0), ([], in_save(2), 5),
+         ([], in_save(3), 10), ([], in_report, 12), (["--cooldown", 0], in_step(6), 5), (TWO, in_step(57), 50),
+         (TWO, in_step(99), 75), (TWO, in_save(3), 50), (FOUR, in_step(64), 60), (FOUR, in_save(2), 20)]
+
+
+@pytest.mark.parametrize("flags, stop, step", STOPS)
+def test_however_a_run_was_stopped_it_ends_bit_for_bit_like_one_that_was_not(tmp_path, monkeypatch, capsys, flags, stop,
+                                                                             step):
     assert go(tmp_path / "whole", *flags) == 0
     with monkeypatch.context() as patch:
-        at_call(patch, 50 + 7, interrupt)
-        assert go(tmp_path / "halves", *flags) == 130
-    assert go(tmp_path / "halves", *flags) == 0
-    assert ", continues at step 50\n" in capsys.readouterr().out
-    whole, halves = (only(tmp_path / x) for x in ("whole", "halves"))
-    assert timeless(result_of(whole)) == timeless(result_of(halves)) and len(result_of(whole)["held_out"]) == 4
-    a, b = (train.read_checkpoint(x / "ckpt.pt") for x in (whole, halves))
-    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-
-
-@pytest.mark.parametrize("flags, stopped", [
-    ([], 0), ([], 12 - 1), ([], 12 + 5),
-    (["--cooldown", 4], 0),                                               # a fall shorter than a batch
-    (["--cooldown", 80, "--stage-samples", 24], 0)])                      # a fall of 32 traces, then of 64
-def test_a_run_that_gets_more_traces_is_one_that_had_them_from_the_start(tmp_path, monkeypatch, flags, stopped):
-    """First 12 steps, whose rate falls from step 8 on, then 24. What was finished, or interrupted, is kept."""
-    whole, parts = ([*flags, "--max-samples", 192, "--out", tmp_path / name] for name in ("whole", "parts"))
-    assert go(tmp_path, *whole) == 0
-    with monkeypatch.context() as patch:
-        if stopped:
-            at_call(patch, stopped, interrupt)
-        finished = go(tmp_path, *parts, "--max-samples", 96) == 0
-        kept = result_of(only(tmp_path / "parts")) if finished else None
-        go(tmp_path, *parts)
-    assert go(tmp_path, *parts) == 0
+        stop(patch)
+        assert go(tmp_path / "parts", *flags) == 130
+    assert "stopped; the same command resumes" in capsys.readouterr().out
+    assert f", from step {step}\n" in run_again(tmp_path / "parts", capsys, *flags)
     whole, parts = only(tmp_path / "whole"), only(tmp_path / "parts")
-    assert timeless(result_of(whole)) == timeless(result_of(parts))
+    assert timeless(result_of(whole)) == timeless(result_of(parts)) and result_of(whole)["held_out"]
     a, b = (train.read_checkpoint(folder / "ckpt.pt") for folder in (whole, parts))
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-    if finished:
-        assert json.loads((parts / "96-result.json").read_text()) == kept
-        cfg, task, [stage], model = train.load(parts / "96-ckpt.pt", eval_at="4x2", device="cpu")
-        assert {**train.evaluate(model, task, stage, cfg), "chance": 1 / 3} == kept["eval"][0]
 
 
-def test_a_run_that_ended_for_its_last_stage_does_not_go_on_and_fewer_traces_are_refused(tmp_path, monkeypatch, capsys):
-    flags = ["--advance", 0.01, "--cooldown", 8]
-    assert "a larger one" not in run_again(tmp_path / "passed", capsys, *flags)
-    again = run_again(tmp_path / "passed", capsys, *flags, "--max-samples", 999, "--eval-samples", 4)
-    assert "is finished" in again and "note    tested as it was then" in again
-    (only(tmp_path / "passed") / "ckpt.pt").unlink()
-    assert "no such checkpoint" in refused(capsys, *TINY, *flags, "--out", tmp_path / "passed")
-    with monkeypatch.context() as patch:
-        at_call(patch, 7, interrupt)
-        assert go(tmp_path / "stopped") == 130
-    assert "give that, or more" in refused(capsys, *TINY, "--max-samples", 48, "--out", tmp_path / "stopped")
+# Resuming and refusing: what is in the folder, what has changed since, what is said then
+
+def edited(folder, monkeypatch):
+    monkeypatch.setattr(train, "CODE", train.CODE + b"# a comment")
 
 
-def test_what_was_trained_by_other_code_is_never_mixed_with_it(tmp_path, monkeypatch, capsys):
-    assert go(tmp_path / "done") == 0
-    at_call(monkeypatch, 7, interrupt)
-    assert go(tmp_path / "stopped") == 130
-    monkeypatch.setitem(train.CODE, "models.py", "edited")
-    again = run_again(tmp_path / "done", capsys)
-    assert "is finished" in again and "note    models.py has changed since: these are the old numbers" in again
-    assert "begun: models.py. Undo" in refused(capsys, *TINY, "--out", tmp_path / "stopped")
-    assert "begun: models.py. Undo" in refused(capsys, *TINY, "--max-samples", 200, "--out", tmp_path / "done")
-    assert train.main(["--eval", str(only(tmp_path / "done"))]) == 0
-    assert "note    models.py has changed" in capsys.readouterr().out
-    monkeypatch.setattr(models, "MLP", lambda cfg: torch.nn.Linear(cfg.d_model, cfg.d_model))
-    assert "do not fit" in refused(capsys, "--eval", only(tmp_path / "done"))
+def cut(folder, monkeypatch):
+    os.truncate(folder / "ckpt.pt", 1000)
 
 
-def test_a_new_setting_makes_no_other_run(tmp_path, monkeypatch, capsys):
-    assert go(tmp_path) == 0
+def grown(folder, monkeypatch):
+    """A fork has one more setting."""
     kinds = [(f.name, f.type, f.default) for f in fields(Config)] + [("temperature", float, 1.0)]
     monkeypatch.setattr(train, "Config", dataclasses.make_dataclass("Config", kinds))
     monkeypatch.setitem(train.HELP, "temperature", "a fork's")
-    assert "is finished" in run_again(tmp_path, capsys)
-    assert go(tmp_path, "--temperature", 2) == 0 and len([*tmp_path.iterdir()]) == 2
+
+
+LATER = [  # was it stopped?
+    (False, None, [], "is finished, with 96 traces. Remove it to train again"),
+    (False, None, ["--eval-at", "8x2", "--eval-samples", 4], "eval    4x2: "),              # tested as it was then
+    (False, edited, [], "the code has changed since: these are the old numbers"),
+    (False, grown, [], "is finished"),
+    (False, cut, [], "is finished"),
+    (True, edited, [], "was begun with other code or traces"),
+    (True, cut, [], "ckpt.pt is no checkpoint, or was cut short")]
+
+
+@pytest.mark.parametrize("stopped, change, more, says", LATER)
+def test_a_folder_is_finished_or_refused_and_stays_as_it_is(tmp_path, monkeypatch, capsys, stopped, change, more, says):
+    with monkeypatch.context() as patch:
+        if stopped:
+            at_call(patch, 9, interrupt)
+        assert go(tmp_path) == 130 * stopped
+    folder = only(tmp_path)
+    if change:
+        change(folder, monkeypatch)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said = refused(capsys, *TINY, "--out", tmp_path) if stopped else run_again(tmp_path, capsys, *more)
+    assert says in said and {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert stopped or ("note" in said) == (change is edited)
 
 
 def test_a_run_depends_on_its_code_and_on_its_file_of_traces(tmp_path, monkeypatch):
-    files = train.origin(Config())["files"]
-    assert files.keys() == {"data.py", "kernels.py", "models.py", "pfsa.py", "train.py"}
-    copy = tmp_path / "models.py"
-    shutil.copy(HERE / "models.py", copy)
-    assert train.digest(copy) == files["models.py"]
-    copy.write_text(copy.read_text().replace("- 6)", "- 5)"))
-    assert train.digest(copy) != files["models.py"]
-    assert train.origin(Config(trace_file=str(copy)))["files"] == {**files, str(copy): train.digest(copy)}
+    for name in ("data.py", "kernels.py", "models.py", "pfsa.py", "train.py"):
+        assert (HERE / name).read_bytes() in train.CODE
+    (tmp_path / "traces.jsonl").write_text("one")
+    codes = [train.origin(Config())["code"], train.origin(Config(trace_file="traces.jsonl"))["code"]]
+    (tmp_path / "traces.jsonl").write_text("two")
+    codes += [train.origin(Config(trace_file="traces.jsonl"))["code"]]
+    monkeypatch.setattr(train, "CODE", train.CODE + b" ")
+    assert len({*codes, train.origin(Config())["code"]}) == 4
 
 
-def test_a_folder_is_used_by_one_process_at_a_time(tmp_path, monkeypatch, capsys):
-    at_call(monkeypatch, 7, interrupt)
-    assert go(tmp_path) == 130
-    before = (only(tmp_path) / "ckpt.pt").read_bytes()
-    with train.FileLock(only(tmp_path) / ".lock"):
-        assert "in use by another process" in refused(capsys, *TINY, "--out", tmp_path)
-    assert (only(tmp_path) / "ckpt.pt").read_bytes() == before
-    assert go(tmp_path) == 0
+def test_two_processes_in_one_folder_compute_the_same_bits(tmp_path):
+    assert go(tmp_path / "whole", *TWO) == 0
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=lambda: sys.exit(go(tmp_path / "both", *TWO))) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    whole, shared = only(tmp_path / "whole"), only(tmp_path / "both")
+    assert [process.exitcode for process in both] == [0, 0] and timeless(result_of(whole)) == timeless(result_of(shared))
+    assert {path.name for path in shared.iterdir()} == {"ckpt.pt", "result.json"}
 
 
-def test_ctrl_c_ends_a_run_with_130_and_says_that_it_can_go_on(tmp_path):
+def test_ctrl_c_ends_a_run_with_130_and_says_that_it_can_be_resumed(tmp_path):
     run = subprocess.Popen([sys.executable, "-u", HERE / "train.py", *TINY, "--max-samples", "1000000", "--advance", "1",
                             "--out", tmp_path], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
@@ -2103,62 +1985,59 @@ def test_ctrl_c_ends_a_run_with_130_and_says_that_it_can_go_on(tmp_path):
         assert run.poll() is None, run.stderr.read()
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
-    assert run.returncode == 130 and "Traceback" not in err and "the same command goes on" in out
+    assert run.returncode == 130 and "Traceback" not in err and "the same command resumes" in out
     assert train.read_checkpoint(only(tmp_path) / "ckpt.pt")["at"]["step"] >= 5
 
 
-def test_a_process_killed_inside_a_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    at_call(monkeypatch, 8, interrupt)
-    go(tmp_path)
-    folder = only(tmp_path)
-    before = (folder / "ckpt.pt").read_bytes()
-    dies = """if True:
-        import io, itertools, os, signal, sys, torch, train
-        honest, numbers = torch.save, itertools.count(1)
-        def half(x, path):
-            if next(numbers) == 1:               # fall.pt
-                return honest(x, path)
-            honest(x, buffer := io.BytesIO())
-            path.write_bytes(buffer.getvalue()[:buffer.tell() // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        torch.save = half
-        train.main(sys.argv[1:])
-    """
-    died = command("-c", dies, *TINY, "--out", tmp_path, cwd=HERE)
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert (folder / "ckpt.pt").read_bytes() == before
-    assert go(tmp_path) == 0 and result_of(folder)["steps"] == 12
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(tmp_path, monkeypatch, capsys):
+    """The system refuses to write files of more than 10,000 bytes, as a full disk does, from the second save on."""
+    with monkeypatch.context() as patch:
+        at_call(patch, 9, interrupt)
+        assert go(tmp_path) == 130
+    before = {path: path.read_bytes() for path in only(tmp_path).iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        said = refused(capsys, *TINY, "--out", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "ckpt.pt cannot be written" in said and "choose another --out" in said
+    assert {path: path.read_bytes() for path in only(tmp_path).iterdir()} == before
 
 
-def test_a_loss_that_is_not_finite_ends_with_1_keeps_what_was_good_and_the_grid_goes_on(tmp_path, monkeypatch, capsys):
+class Bar(train.tqdm):
+    """Shown, as on a terminal."""
+
+    def __init__(self, *args, disable, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("factor", [1, math.nan])
+def test_a_loss_that_is_not_finite_and_ctrl_c_end_the_bar_before_they_say_so(tmp_path, monkeypatch, capsys, factor):
+    """A loss that is not finite ends with 1 and keeps what was good, and the rest of the grid is trained."""
     honest, numbers = train.losses, itertools.count(1)
 
     def poisoned(*args):
         terms, right = honest(*args)
-        factor = math.nan if next(numbers) == 8 else 1
-        return {name: x * factor for name, x in terms.items()}, right
+        number = next(numbers)
+        if number == 8 and factor == 1:
+            interrupt()
+        return {name: x * (factor if number == 8 else 1) for name, x in terms.items()}, right
     monkeypatch.setattr(train, "losses", poisoned)
-    assert go(tmp_path, "--seed", "0,1") == 1
-    error = capsys.readouterr().err.strip()
-    assert error.count("\n") == 0 and "--learning-rate" in error
-    first, second = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(train, "tqdm", Bar)
+    assert go(tmp_path, "--seed", "0,1") == (130 if factor == 1 else 1)
+    out, err = capsys.readouterr()
+    assert "next    python" not in out
+    first, *others = sorted(tmp_path.iterdir())
     saved = train.read_checkpoint(first / "ckpt.pt")
     assert saved["at"]["step"] == 5 and all(x.isfinite().all() for x in saved["model"].values())
-    assert not (first / "result.json").exists() and result_of(second)["steps"] == 12
-
-
-def test_a_run_is_never_overwritten_and_not_mistaken_for_another(tmp_path, capsys):
-    """Other test stages make no other run. A folder may hold one from before a default was changed."""
-    assert go(tmp_path, "--eval-at", "4x1") == 0
-    result, checkpoint = only(tmp_path) / "result.json", only(tmp_path) / "ckpt.pt"
-    before = result.stat().st_mtime_ns
-    assert go(tmp_path, "--eval-at", "4x2") == 0 and result.stat().st_mtime_ns == before
-    out, [row] = capsys.readouterr().out, result_of(only(tmp_path))["eval"]
-    assert "is finished, with 96 traces; remove it to train again" in out and f"4x1: {row['accuracy']:.2%} right" in out
-    saved = train.read_checkpoint(checkpoint)
-    saved["config"]["moves"] = "swap"
-    torch.save(saved, checkpoint)
-    assert "other settings" in refused(capsys, *TINY, "--out", tmp_path)
+    assert not (first / "result.json").exists()
+    if factor == 1:
+        assert err.endswith("\n") and out.splitlines()[-1].startswith("stopped") and not others
+    else:
+        [line] = [line for line in err.splitlines() if "not finite" in line]
+        assert line.startswith("train.py: loss or gradient not finite in step 7: try --learning-rate")
+        assert result_of(*others)["steps"] == 12
 
 
 def test_runs_have_folders_of_their_own():
@@ -2167,9 +2046,11 @@ def test_runs_have_folders_of_their_own():
     assert len(names) == 3 and max(map(len, names)) < 255
     assert train.folder_of(Config(seed=3)) == Path("out/deltanet-repl-seed=3")
     assert train.folder_of(Config(curriculum="9 8")) != train.folder_of(Config(curriculum="9:8"))
+    assert train.folder_of(Config(max_samples=9)).name == "deltanet-repl-max_samples=9"         # a run is its settings
+    assert train.folder_of(Config(eval_at="9", eval_samples=9, eval_every=9, device="x")).name == "deltanet-repl"
 
 
-def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_a_comma_list_is_a_grid_that_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     flags = ["--seed", "0,1,0", "--model", "deltanet,gru"]
     with monkeypatch.context() as patch:
         at_call(patch, 12 + 12 + 7, interrupt)                            # in the third of four runs
@@ -2185,7 +2066,7 @@ def test_a_comma_list_is_a_grid_that_goes_on_where_it_stopped(tmp_path, monkeypa
     assert command == "curve" and sorted(map(Path, folders)) == sorted(tmp_path.iterdir())
 
 
-def test_a_short_run_has_a_shorter_fall_and_says_so_and_no_warning(tmp_path, capsys):
+def test_a_short_run_has_a_shorter_decay_and_says_so_and_no_warning(tmp_path, capsys):
     flags = ["--max-samples", 96, "--cooldown", 2560, "--eval-samples", 1]
     for more in (["--dtype", "bf16"], ["--task", "pfsa", "--curriculum", "auto"],
                  ["--task", "trace", "--curriculum", "4", "--eval-at", "4"]):
@@ -2194,26 +2075,22 @@ def test_a_short_run_has_a_shorter_fall_and_says_so_and_no_warning(tmp_path, cap
             torch.set_warn_always(True)
             out = run_again(tmp_path, capsys, *flags, *more)
             torch.set_warn_always(False)
-        assert "falls over the last 32 traces, a third of --max-samples" in out
+        assert "decays over the last 32 traces (--cooldown, or a third of --max-samples)" in out
         assert "short   because of --max-samples, in stage 4" in out
-    assert "the last 16 traces\n" in run_again(tmp_path, capsys, "--cooldown", 16)
+    assert "the last 16 traces (" in run_again(tmp_path, capsys, "--cooldown", 16)
 
 
-def test_the_bar_shows_the_stage_and_what_it_needs_and_no_end_that_nobody_knows(tmp_path, monkeypatch):
+def test_the_bar_shows_the_stage_and_no_end_that_nobody_knows(tmp_path, monkeypatch):
     bars, losses = [], train.losses
 
-    class Bar(train.tqdm):
+    class Watched(train.tqdm):
         def update(self, n):
             bars.append((self.desc, self.total))
-    monkeypatch.setattr(train, "tqdm", Bar)
+    monkeypatch.setattr(train, "tqdm", Watched)
     monkeypatch.setattr(train, "losses", lambda *args: (losses(*args)[0], torch.ones(1)))
-    assert go(tmp_path, "--curriculum", "3x1 4x1", "--max-samples", 400, "--stage-samples", 800) == 0
-    one, two = "stage 3x1 (1 of 2): 100% right, ", "stage 4x1 (2 of 2): 100% right, "
-    needs = "needs 90% or 800 traces"
-    assert bars == [*[(one + needs, None)] * 10, *[(two + needs, None)] * 10,
-                    *[(two + "learning rate falls", 160 + 32)] * 4]
-    assert go(tmp_path, "--task", "pfsa", "--curriculum", "4x2") == 0
-    assert bars[-9][0].endswith("needs 90% or 3,000 traces")
+    assert go(tmp_path, "--curriculum", "3x1 4x1", "--max-samples", 400) == 0
+    two = "stage 4x1, 100% right"
+    assert bars == [*[("stage 3x1, 100% right", None)] * 10, *[(two, None)] * 11, *[(two, 160 + 32)] * 3]
 
 
 def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
@@ -2221,17 +2098,73 @@ def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
                    "--seed", "0,1,2", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(result_of(folder)["seed"] for folder in tmp_path.iterdir()) == [0, 1, 2]
-    assert done.stdout.count(", from the start") == 3                     # two of these may share a line
+    assert done.stdout.count(", from step 0") == 3                        # two of these may share a line
+
+
+@pytest.mark.parametrize("environment, seeds", [
+    ({"RANK": "1"}, [0, 1]), ({"WORLD_SIZE": "4"}, [0, 1]), ({"RANK": " "}, [0, 1]), ({"RANK": "1", "WORLD_SIZE": "2"}, [0, 1]),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}, [1]),
+    ({"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "3"}, [])])
+def test_only_torchrun_shares_out_a_grid_not_a_variable_that_a_scheduler_left(environment, seeds, monkeypatch, capsys):
+    trained = []
+    monkeypatch.setattr(train, "run", lambda cfg: trained.append(cfg.seed) or 0)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--seed", "0,1"]) == 0 and trained == seeds
+    assert ("process 2 of 3 has no run" in capsys.readouterr().out) == (not seeds)
 
 
 @pytest.mark.parametrize("n_vars, moves, easier", [
     (5, "perm", "2x1:2 2x1:3 "), (3, "perm", "2x1:2 "), (9, "swap", ""), (2, "perm", None)])
 def test_the_curriculum_starts_with_few_moved_variables_and_has_test_programs(n_vars, moves, easier):
-    task, stages, tests, _ = train.build(Config(n_vars=n_vars, moves=moves))
+    _, task, stages, tests, _ = train.build(Config(n_vars=n_vars, moves=moves))
     expected = "8x1 16x2 32x4 64x8" if easier is None else f"{easier}2x1 4x2 16x2 32x4 64x8"
     assert task.curriculum == expected
     for stage in stages + tests:
         assert task.batch(0, "test", stage, 0, 1).asked.any()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# train.py: lines that somebody types
+
+def outcome(source, names):
+    """What Python prints, and holds afterwards; None if it refuses the source."""
+    memory = dict(zip(names, range(1, 10)))
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(Exception):
+        exec(source, {}, memory)
+        return printed.getvalue(), memory
+
+
+@pytest.mark.parametrize("moves, n_vars", [("swap", 4), ("perm", 3)])
+def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
+    """Of 4,000 lines of the task with up to two characters changed."""
+    task, rng, accepted = Repl(n_vars, moves), random.Random(0), set()
+    known = {line.source for _ in range(400) for line in task.draw(rng, Stage(4), "train")}
+    lines = sorted(line for line in known if "," in line)
+    for _ in range(4000):
+        typed = list(rng.choice(lines))
+        for _ in range(rng.randrange(3)):
+            place = rng.randrange(len(typed))
+            typed[place:place + rng.randrange(2)] = rng.choice([*"abcz ,='\"()#;1", "  ", ">>> "])
+        typed = "".join(typed).strip()
+        try:
+            line = train.as_read(task, typed)
+        except data.BadInput as error:
+            assert typed not in lines and "\n" not in str(error)
+            continue
+        accepted.add(line)
+        assert outcome(line, task.names) == outcome(typed, task.names) is not None, typed
+    assert accepted == set(lines)
+    assert train.as_read(task, "print(a)") == "print('a', a)"
+    assert train.as_read(task, "c, a, b = c, b, a") == ("a, b = b, a" if moves == "swap" else "a, b, c = b, a, c")
+    for typed in ("x = 1", "a = 3", "a += 1", "a = b", "a, x = x, a", "a, b = b, c", "a, a = a, a", "a, b = b", "print(x)",
+                  "print(a, b)", "print('b', a)", "print('a', 'a')", "print(a); print(b)", "print(print(a))", "print()",
+                  "print((a := b))", "print(a, end='')", "a, print = print, a", "import os", "a, b = b, a; c = 1", "a,, b",
+                  "del a", "(a, b)", "(", "\0", "x = print(a)", "c = [a, b][0]", *["a, b, c = b, c, a"] * (moves == "swap")):
+        with pytest.raises(data.BadInput, match="this model knows (swaps|perm).* of a, b, c") as caught:
+            train.as_read(task, typed)
+        said = re.search("type a line like (.*) or (.*)", str(caught.value)).groups()
+        assert all(train.as_read(task, line) for line in said)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -2397,7 +2330,7 @@ def test_every_setting_has_its_reason(capsys):
 
 @pytest.mark.parametrize("model", ["deltanet", "transformer"])
 def test_params_are_met_within_ten_percent(model):
-    _, _, _, lm = train.build(Config(model=model, n_layer=2, params=250_000))
+    *_, lm = train.build(Config(model=model, n_layer=2, params=250_000))
     assert train.count(lm) - train.count(lm.to_state) == pytest.approx(250_000, rel=0.1)
 
 
@@ -2777,6 +2710,7 @@ def test_torchrun_in_the_docstring_is_a_command_of_train(monkeypatch):
     assert words[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
     monkeypatch.setattr(train, "run", lambda cfg: seeds.append(cfg.seed) or 0)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         train.main(words[4:])
