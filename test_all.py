@@ -747,7 +747,7 @@ def test_traces_of_a_file_are_its_rows_and_what_is_tested_on_is_not_trained_on(t
         programs[split].add((text + last.text).split("\n", 1)[1].rpartition(" == ")[0])
     assert not programs["train"] & programs["test"]
     assert len(programs["train"]) > 16 < 4 * len(programs["test"])
-    with pytest.raises(ValueError, match="no such traces"):
+    with pytest.raises(data.BadInput, match="stage 99x1: no such traces in the test split. An eighth of all programs"):
         task.draw(rng, Stage(99), "test")
 
 
@@ -1182,13 +1182,18 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
                 assert task.tokenizer.decode([batch.target[b, at]]) == line.answer
 
 
-def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess():
+class SmallVocabulary(pfsa.MaybeSwaps):
+    characters = "from random import random()\n>>> a = 1, b 2 c 3 ( if < 0.5 else print('"
+
+
+@pytest.mark.parametrize("kind", [pfsa.MaybeSwaps, SmallVocabulary])
+def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess(kind):
     """The exact predictive's loss on sampled answers is its entropy, as no branch depends on a query."""
-    task = pfsa.MaybeSwaps(3)
+    task = kind(3)
     batch = task.batch(0, "train", Stage(32, 2), 0, 200)
     target, p = torch.tensor(batch.target[batch.asked]), torch.tensor(batch.predictive[batch.asked]).double()
-    digits = slice(ord("1"), ord("4"))
-    assert task.answer_tokens() == [*range(ord("1"), ord("4"))]
+    digits = task.answer_tokens()
+    assert task.tokenizer.decode(digits) == "123"
     exact, even = torch.full((2, len(p), len(task.tokenizer)), -1e4, dtype=torch.double)
     exact[:, digits], even[:, digits] = p.clamp(1e-99).log(), 0
     entropy = -torch.special.xlogy(p, p).sum(-1)
@@ -1197,6 +1202,14 @@ def test_kl_and_loss_are_known_for_the_exact_predictive_and_for_a_uniform_guess(
     assert abs((floor - entropy).mean()) < 4 * (floor - entropy).std() / math.sqrt(len(p))
     kl, loss, _ = pfsa.against_exact(even, target, p, task.answer_tokens()).unbind(-1)
     assert torch.allclose(loss, loss.new_tensor(math.log(3))) and torch.allclose(kl, math.log(3) - entropy)
+
+
+def test_where_answers_are_not_drawn_from_the_predictive_only_the_kl_is_printed(capsys):
+    task, cfg = pfsa.MaybeSwaps(3), Config(eval_samples=4, eval_at="8x2 8x2:forced", device="cpu")
+    train.report(models.LM(small("gru"), len(task.tokenizer)), task, cfg)
+    drawn, forced = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"eval    8x2: KL .* nats .*; loss .*, of exact beliefs .*", drawn)
+    assert re.fullmatch(r"eval    8x2:forced: KL \S+ nats per answer \(0 is perfect\), the last \S+", forced)
 
 
 @pytest.mark.parametrize("make, says", [
@@ -2157,10 +2170,10 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
     assert accepted == set(lines)
     assert train.as_read(task, "print(a)") == "print('a', a)"
     assert train.as_read(task, "c, a, b = c, b, a") == ("a, b = b, a" if moves == "swap" else "a, b, c = b, a, c")
-    for typed in ("x = 1", "a = 3", "a += 1", "a = b", "a, x = x, a", "a, b = b, c", "a, a = a, a", "a, b = b", "print(x)",
+    for typed in ("x = 1", "a = 3", "a += 1", "a = b", "a, x = x, a", "a, b = b, c", "a, b = b", "print(x)",
                   "print(a, b)", "print('b', a)", "print('a', 'a')", "print(a); print(b)", "print(print(a))", "print()",
                   "print((a := b))", "print(a, end='')", "a, print = print, a", "import os", "a, b = b, a; c = 1", "a,, b",
-                  "del a", "(a, b)", "(", "\0", "x = print(a)", "c = [a, b][0]", *["a, b, c = b, c, a"] * (moves == "swap")):
+                  "del a", "(a, b)", "(", "\0", "x = print(a)", "c = [a, b][0]", *["a, b, c = b, c, a", "a, a = a, a"] * (moves == "swap")):
         with pytest.raises(data.BadInput, match="this model knows (swaps|perm).* of a, b, c") as caught:
             train.as_read(task, typed)
         said = re.search("type a line like (.*) or (.*)", str(caught.value)).groups()
@@ -2189,40 +2202,60 @@ def played(folder, monkeypatch, capsys, typed):
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_played_session_shows_what_python_prints_and_what_the_model_believes(tmp_path, monkeypatch, capsys):
+def test_a_played_session_shows_what_the_model_reads_what_python_prints_and_what_the_model_believes(tmp_path, monkeypatch,
+                                                                                                   capsys):
     go(tmp_path)
-    typed = ["a, b = b, a", "oops", "", "print(a)", "c, a = a, c", "quit", "print('a', a)"]
+    typed = ["a, b = b, a", "oops", "", ">>> print(a)", "c, a = a, c", "quit", "print('a', a)"]
     greeting, *out = played(only(tmp_path), monkeypatch, capsys, typed)
-    assert greeting.endswith("End: quit") and [line[:8] for line in out[:3]] == [">>> a = ", ">>> b = ", ">>> c = "]
     a, b, c = (line[-1] for line in out[:3])
-    assert out[5].startswith("this model knows") and out[6] == f"a {b}" and len(out) == 3 + 1 + 1 + 1 + 2 + 1
+    commands = ["a, b, c = b, a, c", "print('a', a)", "a, b, c = c, b, a"]
+    assert greeting.endswith("End: quit") and [line[:line.find(":") + 1] or line for line in out] == [
+        f">>> a = {a}", f">>> b = {b}", f">>> c = {c}", "model:", ">>> a, b = b, a", f"read as {commands[0]}", "model:",
+        ">>> oops", "this model knows permutations of a, b, c, and prints of one:", ">>> ",
+        ">>> print(a)", f"read as {commands[1]}", f"a {b}", "model:", ">>> c, a = a, c", f"read as {commands[2]}", "model:",
+        ">>> quit"]
     _, task, _, model = train.load(only(tmp_path), device="cpu")
-    text, after = "\n".join(out[:3]) + "\n", [">>> a, b, c = b, a, c\n", f">>> print('a', a)\na {b}\n", ">>> a, b, c = c, b, a\n"]
-    for line, more, memory in zip([out[4], out[7], out[8]], after, ["bac", "bac", "cab"]):
+    texts = ["\n".join(out[:3]) + "\n", *(f">>> {line}\n" for line in commands)]
+    texts[2] += f"a {b}\n"
+    text, told = "", [line for line in out if line.startswith("model:")]
+    for line, more, memory in zip(told, texts, ["abc", "bac", "bac", "cab"], strict=True):
         text += more
-        for name, holds in zip("abc", memory):
+        for name, held in zip("abc", memory):
             tokens = task.tokenizer.encode(f"{text}>>> print('{name}', {name})\n{name} ")
             with torch.no_grad():
                 chances = model.head(model(torch.tensor([tokens]))[0][0, -1]).softmax(-1)
-            said, truth = task.tokenizer.decode([chances.argmax().item()]), {"a": a, "b": b, "c": c}[holds]
+            said, truth = task.tokenizer.decode([chances.argmax().item()]), {"a": a, "b": b, "c": c}[held]
             wrong = f" WRONG, it is {truth}" * (said != truth)
             assert f"{name} {said} ({chances.max():.0%}{wrong})" in line
-    assert "WRONG" in out[8]                                              # it has been trained for 12 steps
+    assert "WRONG" in told[-1]                                            # it has been trained for 12 steps
 
 
-def test_the_model_in_assets_plays_64_commands_without_an_error(monkeypatch, capsys):
-    path = HERE / "assets/deltanet-repl.pt"
-    assert path.stat().st_size < 600_000
+SUPPLIED = HERE / "assets/deltanet-repl.pt"
+
+
+def test_the_model_in_assets_plays_64_commands_without_an_error_or_a_note(monkeypatch, capsys):
     task, stage = Repl(states="none"), Stage(64, 8)
     lines = task.draw(random.Random(0), stage, "test")
     typed = [line.source for line in lines if line.source][task.n_vars:]
-    out = played(path, monkeypatch, capsys, typed)
+    out = played(SUPPLIED, monkeypatch, capsys, typed)
     assert sum(line.startswith("model:") for line in out) == 1 + 64 + 8 and not any("WRONG" in line for line in out)
+    assert not any(re.match("note|read as", line) for line in out)
+
+
+def test_the_model_in_assets_is_that_of_the_default_run_and_names_its_code():
+    saved, (cfg, task, _, model) = train.read_checkpoint(SUPPLIED), train.load(SUPPLIED, device="cpu")
+    _, of_default, _, _, default = train.build(Config(device="cpu"))
+    assert train.count(model) == train.count(default) and SUPPLIED.stat().st_size < 600_000
+    assert task.tokenizer.pieces == of_default.tokenizer.pieces and len(task.tokenizer) < 30
+    assert {name for name, x in saved["config"].items() if x != getattr(Config, name)} <= {"cooldown", "device", "out"}
+    assert re.fullmatch("[0-9a-f]{7,}", saved["commit"]) and re.fullmatch("[0-9a-f]{16}", saved["code"])
+    with pytest.raises(data.BadInput, match="no token of this task"):
+        task.tokenizer.encode(">>> x = 4")
 
 
 def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda prompt: interrupt())
-    assert train.main(["--play", str(HERE / "assets/deltanet-repl.pt")]) == 130
+    assert train.main(["--play", str(SUPPLIED)]) == 130
     go(tmp_path, "--task", "group", "--eval-at", 4, "--curriculum", 4)
     assert "trained on repl" in refused(capsys, "--play", only(tmp_path))
 
@@ -2233,26 +2266,28 @@ def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, 
 BAD = {
     "--model deltnet": "choose from deltanet",
     "--task rpl": "choose from repl",
-    "--modle deltanet": "--modle: no such setting. Is it --model?",
+    "--modle deltanet": "--modle: no such setting, --help lists all. Is it --model?",
     "--lr 0.1": "Is it --learning-rate?",
-    "--seed 0 1": "1: no such setting. --help lists all",
+    "--seed 0 1": "1: no such setting, --help lists all",
     "--advance 90": "at most 1",
     "--n_layers=2": "Is it --n-layer?",
     "--batch 4": "Is it --batch-size?",
     "--curriculum 4,8": "write LENGTHxSPACING",                          # no grid of two
-    "--max-samples 800,1600": "give a number (int)",
+    "--eval-samples 8,16": "--eval-samples: 8,16: give a number (int)",
     "--model block_diagonal --d-model 30": "a multiple of 4",
     "--task trace --trace-file nowhere.jsonl": "No such file or directory: 'nowhere.jsonl'",
-    "--seed 99999999999999999999": "--seed: 99999999999999999999: give a number",
+    "--seed 99999999999999999999": "give a number from 0, at most 9223372036854775807",
+    "--learning-rate 1e30": "--learning-rate 1e+30: give a number above 0, at most 1",
+    "--learning-rate nan": "at most 1", "--reveal-weight inf": "at most 9223372036854775807",
     "--eval a --play b": "not allowed with",
     "--n-vars 30": "2 to 9",
     "--task group --group S6": "choose from Z2",
     "--curriculum 8x16": "a spacing of 1 to the length",
     "--eval-at 8x": "LENGTHxSPACING",
     "--learning-rate fast": "--learning-rate: fast: give a number (float)",
-    "--batch-size 0": "more than 0",
-    "--seed -1": "0 or more",
-    "--beta-max 2.5": "explode",
+    "--batch-size 0": "above 0",
+    "--seed -1": "from 0",
+    "--beta-max 2.5": "at most 2",
     "--d-model 30 --n-head 4": "--n-head 4",
     "--model deltanet+lstm": "--n-layer 2",
     "--seed 0,1 --model deltanet,deltanet+lstm": "--n-layer 2",          # before the first run
@@ -2262,7 +2297,7 @@ BAD = {
     "--task group --states transformer": "linear or none",
     "--task trace --trace-file /dev/null": "is empty: give JSON lines",
     "--out train.py": "train.py",
-    "--eval nowhere.pt --model gru": "give only",
+    "--eval nowhere.pt --model gru": "only eval_at, eval_samples",
     "--play nowhere.pt": "no such checkpoint",
 }
 
@@ -2275,24 +2310,53 @@ def test_bad_input_is_answered_in_one_line(line, tmp_path, monkeypatch, capsys):
     assert not [*tmp_path.rglob("ckpt.*")]
 
 
-def test_broken_and_foreign_checkpoints_are_refused(tmp_path, monkeypatch, capsys):
+def test_broken_and_foreign_checkpoints_are_refused_each_for_its_reason(tmp_path, monkeypatch, capsys):
     go(tmp_path / "runs")
     good = only(tmp_path / "runs") / "ckpt.pt"
     saved = train.read_checkpoint(good)
-    torch.save({**saved, "config": {**saved["config"], "colour": "red"}}, tmp_path / "later.pt")
-    torch.save({**saved, "config": {**saved["config"], "model": "deltanet+mine"}}, tmp_path / "mixer.pt")
-    torch.save([1, 2], tmp_path / "list.pt")
     cut = good.read_bytes()[:good.stat().st_size // 2]
-    for name, content in (("cut.pt", cut), ("empty.pt", b""), ("text.pt", b"hello\n")):
-        (tmp_path / name).write_bytes(content)
-    for path in tmp_path.glob("*.pt"):
-        assert "cut short" in refused(capsys, "--eval", path)
+    broken = {"cut": cut, "empty": b"", "text": b"hello\n", "list": [1, 2],
+              "older": {name: x for name, x in saved.items() if name != "code"},
+              "later": {**saved, "config": {**saved["config"], "colour": "red"}},
+              "mixer": {**saved, "config": {**saved["config"], "model": "mine"}},
+              "wide": {**saved, "config": {**saved["config"], "d_model": 64}}}
+    reasons = {**dict.fromkeys(["cut", "empty", "text"], "is no checkpoint, or was cut short"),
+               **dict.fromkeys(["list", "older"], "is no checkpoint of this train.py"),
+               "later": "was trained with settings that this train.py lacks: colour",
+               "mixer": "mixer.pt: --model mine: choose from", "wide": "its weights do not fit this models.py"}
+    for name, content in broken.items():
+        path = tmp_path / f"{name}.pt"
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        assert reasons[name] in refused(capsys, "--eval", path)
     pieces = train.load(good)[1].tokenizer.pieces
     monkeypatch.setattr(data.Repl, "characters", data.Repl.characters + "{}")            # other tokens since
     assert train.load(good)[1].tokenizer.pieces == pieces != data.Repl().tokenizer.pieces
-    (only(tmp_path / "runs") / "result.json").unlink()
-    good.write_bytes(cut)
-    assert "cut short" in refused(capsys, *TINY, "--out", tmp_path / "runs")
+
+
+class Prophet(models.LinearAttention):
+    """It reads from the end."""
+
+    def forward(self, x, state=None):
+        y, state = super().forward(x.flip(1), state)
+        return y.flip(1), state
+
+
+class Amnesiac(models.LinearAttention):
+    """It starts anew with each call."""
+
+    def forward(self, x, state=None):
+        return super().forward(x)
+
+
+def test_a_mixer_that_sees_the_future_or_loses_its_state_is_wrong(tmp_path, monkeypatch, capsys):
+    some = {name: models.MIXERS[name] for name in ("deltanet", "lstm")}
+    monkeypatch.setattr(models, "MIXERS", {**some, "prophet": Prophet, "amnesiac": Amnesiac})
+    monkeypatch.setattr(train, "MIXERS", models.MIXERS)
+    for name in ("prophet", "amnesiac"):
+        assert "a mixer sees the future, or loses its state" in refused(capsys, *TINY, "--model", name, "--out", tmp_path)
+    models.main()
+    wrong = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert wrong == ["prophet", "amnesiac"]
 
 
 def test_a_fault_in_a_fork_shows_where_it_is(tmp_path, monkeypatch):
@@ -2376,7 +2440,7 @@ def of(*results, path="table.jsonl", at="64x8", models=None, by=""):
     """A command line about such results."""
     if results:
         Path(path).write_text("\n".join(map(json.dumps, results)))
-    return SimpleNamespace(paths=[path], at=at, models=models, by=by, save="out.png", left_out=[])
+    return SimpleNamespace(paths=[path], at=at, models=models, by=by, entry=None, save="out.png", left_out=[])
 
 
 @pytest.fixture(autouse=True)
@@ -2480,10 +2544,10 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
 
 def in_folders(**results):
     """Folders of runs, each with this result, or with None, as of a run that was stopped. -> a command line."""
-    for name, found in results.items():
-        Path("out", name).mkdir(parents=True)
-        if found:
-            Path("out", name, "result.json").write_text(json.dumps(found))
+    for folder, found in results.items():
+        Path("out", folder).mkdir(parents=True)
+        name = "result.json" if found else "ckpt.pt"
+        Path("out", folder, name).write_text(json.dumps(found))
     args = of()
     args.paths = [f"out/{name}" for name in results]
     return args
@@ -2507,12 +2571,45 @@ def test_twins_are_told_apart_by_their_folder_and_seeds_of_one_folder_are_one_cu
 def test_what_is_left_out_is_named(capsys):
     runs = {"whole": result([row("64x64")], model="gru"), "stopped": None, "short": result([row("64x8")])}
     paths = in_folders(**runs).paths
-    plot.main(["horizon", *paths])
+    Path("out/of_folders/one").mkdir(parents=True)
+    Path("out/picture.png").write_bytes(b"\x89PNG")
+    plot.main(["horizon", *paths, "out/of_folders", "out/picture.png"])
     out, err = capsys.readouterr()
     assert out == "saved out/horizon.png\n" and err.splitlines() == [
-        "plot.py: out/stopped is not finished; left out", "plot.py: deltanet, seed 0, has no row LxL; left out"]
+        "plot.py: out/stopped is not finished; left out", "plot.py: out/of_folders is no run; left out",
+        "plot.py: out/picture.png is no run; left out", "plot.py: deltanet, seed 0, has no row LxL; left out"]
     with pytest.raises(ValueError, match="5 by --models"):
         plot.curve(of(*(result(model=model, held_out=[[8, "64x8", 1]]) for model in list(models.MIXERS)[:6])))
+
+
+def test_an_entry_of_a_table_is_drawn_alone():
+    rows = [{"entry": entry, **result([row("64x64", accuracy)])} for entry, accuracy in (("one", 0.5), ("two", 1))]
+    args = of(*rows, {"entry": "no run", "right": 3})
+    args.entry = "two"
+    assert shown(plot.horizon(args).axes[0])["deltanet, 1 seed"] == [(64, 1)]
+
+
+def test_a_dollar_in_the_name_of_a_folder_is_no_mathematics():
+    twins = result([row("64x64", 0.5)])
+    args = in_folders(**{"$x_$1": twins, "other": twins})
+    figure = plot.horizon(args)
+    figure.savefig("out.png")
+    assert r"deltanet, out/\$x_\$1, 1 seed" in shown(figure.axes[0])
+
+
+def test_the_curve_of_a_run_has_a_point_where_each_stage_was_passed_and_where_it_ended(tmp_path):
+    for name, flags in {"stages": ["--curriculum", "3x1 4x1", "--stage-samples", 40], "short": []}.items():
+        assert go(tmp_path / name, *flags, "--advance", 1, "--eval-every", 99) == 0
+    runs = {name: only(tmp_path / name) for name in ("stages", "short")}
+    drawn = {}
+    for name, folder in runs.items():
+        args = of()
+        args.paths = [str(folder)]
+        [points] = shown(plot.curve(args).axes[0]).values()
+        drawn[name] = [x for x, _ in points]
+        for (x, y), (samples, _, accuracy) in zip(points, result_of(folder)["held_out"], strict=True):
+            assert (x, y) == (samples, pytest.approx(accuracy + (samples > 40 and name == "stages")))
+    assert drawn == {"stages": [40, 80, 96], "short": [96]}
 
 
 def test_what_is_not_true_of_all_curves_is_not_drawn():
@@ -2543,8 +2640,8 @@ def test_the_committed_pictures_are_those_of_the_committed_tables(monkeypatch):
 
 def use(monkeypatch, task, model):
     """Let train.load return this model."""
-    cfg = train.Config(n_vars=3, states=task.states, device="cpu")
-    monkeypatch.setattr(plot, "load", lambda path, eval_at, **_: (cfg, task, parse_stages(eval_at), model))
+    cfg = train.Config(n_vars=3, states=task.states, device="cpu", curriculum="8x1")
+    monkeypatch.setattr(plot, "load", lambda path, **_: (cfg, task, [], model))
 
 
 def one_of_two_heads():
@@ -2633,6 +2730,14 @@ def test_the_movie_shows_what_the_model_believes_and_what_python_holds(monkeypat
     assert number == 8 and any("red" in colors for *_, colors in frames)
 
 
+def test_looking_inside_another_tasks_run_names_the_task(tmp_path, capsys):
+    go(tmp_path, "--task", "group", "--eval-at", 4, "--curriculum", 4)
+    for command in ("heads", "movie"):
+        with pytest.raises(SystemExit):
+            plot.main([command, str(only(tmp_path))])
+        assert "is a run of deltanet on group: give one of repl" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------------------------
 # plot.py: the command line
 
@@ -2644,13 +2749,16 @@ def test_help_has_an_example_of_every_command(capsys):
 
 
 @pytest.mark.parametrize("words, reason", [
-    ("curve", "give a command"), ("curv out", "invalid choice"), ("samples nowhere", "give folders"),
+    ("curve", "give a command"), ("curv out", "invalid choice"), ("samples nowhere", "nothing to draw: nowhere is no run"),
+    ("samples nowhere.jsonl", "No such file"), ("samples picture.jsonl", "give folders of finished runs, or files of"),
+    ("samples table.jsonl --entry told", "no lines of the entry told"),
     ("nats table.jsonl", "no 'kl'"), ("samples table.jsonl --models rnn", "no runs of rnn"),
     ("headline table.jsonl", "seed 0, has no row LxL"),
     ("heads nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
     ("samples table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
     of(result())
+    Path("picture.jsonl").write_bytes(b"\x89PNG")
     with pytest.raises(SystemExit) as error:
         plot.main(words.split())
     said = capsys.readouterr().err.splitlines()

@@ -47,6 +47,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")           # or threads spin while others need the cores; before torch
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -146,9 +147,10 @@ def build(cfg, pieces=None):
         task.tokenizer = Tokenizer(pieces)
     curriculum = task.curriculum if cfg.curriculum == "auto" else cfg.curriculum
     stages = parse_stages(curriculum)
-    tests = task.beyond(stages[-1]) if cfg.eval_at == "auto" else parse_stages(cfg.eval_at)
-    cfg = replace(cfg, states=task.states, curriculum=curriculum, stage_samples=cfg.stage_samples or task.stage_samples,
-                  eval_at=" ".join(map(str, tests)) if cfg.eval_at == "auto" else cfg.eval_at)
+    eval_at = " ".join(map(str, task.beyond(stages[-1]))) if cfg.eval_at == "auto" else cfg.eval_at
+    tests = parse_stages(eval_at)
+    cfg = replace(cfg, states=task.states, curriculum=curriculum, eval_at=eval_at,
+                  stage_samples=cfg.stage_samples or task.stage_samples)
     for stage in stages + tests:
         task.check_stage(stage)
         task.batch(cfg.seed, "test", stage, 0, 2)         # raises BadInput if there are no such traces
@@ -414,7 +416,7 @@ def read_checkpoint(path):
     except Exception:                                     # a broken file can raise anything
         raise BadInput(f"{path} is no checkpoint, or was cut short")
     if not isinstance(saved, dict) or not {"config", "code", "pieces", "model"} <= saved.keys():
-        raise BadInput(f"{path} is no checkpoint of this train.py: an older one reads it")
+        raise BadInput(f"{path} is no checkpoint of this train.py (perhaps of an older one)")
     unknown = saved["config"].keys() - {f.name for f in fields(Config)}
     if unknown:
         raise BadInput(f"{path} was trained with settings that this train.py lacks: {', '.join(sorted(unknown))}")
@@ -559,8 +561,9 @@ def main(argv=None):
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == unknown[0]]          # --lr
-        near = initials or difflib.get_close_matches(unknown[0], flags, 1) or ["one of those that --help lists"]
-        parser.error(f"{unknown[0]}: no such setting. Is it {near[0]}?")
+        near = initials or difflib.get_close_matches(unknown[0], flags, 1)
+        meant = f". Is it {near[0]}?" if near else ""
+        parser.error(f"{unknown[0]}: no such setting, --help lists all{meant}")
     given = vars(given)
     to_eval, to_play = given.pop("eval", None), given.pop("play", None)
     cells = [dict(zip(given, cell)) for cell in dict.fromkeys(itertools.product(*given.values()))]    # each once
