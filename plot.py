@@ -46,7 +46,7 @@ from train import ASIDE, Config, beliefs, evaluate, load
 
 plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150,
                      "axes.grid": True, "grid.alpha": 0.3})
-ASIDE_HERE = {"seed", *ASIDE} - {"max_samples"}             # runs of one curve may differ in these
+ASIDE_HERE = {"seed", *ASIDE}                               # runs of one curve may differ in these
 COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "deltaproduct": "C4", "ssm": "C5",
            "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
 STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # of five curves; they differ in grey, too
@@ -63,7 +63,7 @@ def read_lines(path, entry=None):
         raise ValueError(f"{path}: give folders of finished runs, or files of JSON lines")
     rows = [row for row in rows if entry in (None, row.get("entry"))]
     if not rows:
-        raise ValueError(f"{path} has no lines" + (f" of the entry {entry}" if entry else ""))
+        raise ValueError(f"{path} has no lines of the entry {entry}")
     return rows
 
 
@@ -78,8 +78,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
             place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))
             runs += [{**row, "place": place} for row in read_lines(path / "result.json")]
         else:
-            stopped = (path / "ckpt.pt").exists()
-            args.left_out.append(f"{path} is {'not finished' if stopped else 'no run'}")
+            args.left_out.append(f"{path} is " + ("not finished" if (path / "ckpt.pt").exists() else "no run"))
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     for result in runs:       # tables leave out defaults; those that have changed since, they name

@@ -122,7 +122,8 @@ def check(cfg):
     """Raise BadInput, with what to do, for a setting that is wrong whatever the task."""
     for name, value in vars(cfg).items():
         flag = f"--{name.replace('_', '-')} {value}"
-        zero, most = name in MAY_BE_ZERO, AT_MOST.get(name, 2 ** 63 - 1)
+        zero = name in MAY_BE_ZERO
+        most = AT_MOST.get(name, 2 ** 63 - 1)
         if name in CHOICES and value not in CHOICES[name]:
             raise BadInput(f"{flag}: choose from {', '.join(CHOICES[name])}")
         if not isinstance(value, str) and not (0 < value <= most or value == 0 and zero):
@@ -219,8 +220,8 @@ def evaluate(model, task, stage, cfg):
         rows.append(answers(task, batch, right).cpu())
         if batch.predictive is not None:
             asked = batch.asked
-            found = against_exact(logits[asked[needed]], batch.target[asked], batch.predictive[asked], task.answer_tokens())
-            nats.append(found.view(size, -1, 3))
+            found = logits[asked[needed]], batch.target[asked], batch.predictive[asked]
+            nats.append(against_exact(*found, task.answer_tokens()).view(size, -1, 3))
     by_answer = torch.cat(rows).double().mean(0)
     row = {"accuracy": by_answer.mean(), "final": by_answer[-1]}
     if nats:
@@ -281,7 +282,7 @@ def origin(cfg):
 
 
 def save(path, write):
-    """write(part), then rename `part` to path: so path is never half a file. Raises BadInput if it cannot be written."""
+    """write(part), then rename `part` to path, so path is never half a file. Raises BadInput if that fails."""
     part = path.with_name(f"{os.getpid()}.tmp")
     try:
         write(part)
@@ -294,7 +295,8 @@ def save(path, write):
 def run(cfg):
     """Train and test one model, in the folder that its settings name. -> 0, or 1 if the loss or its gradient is not
     finite; the last checkpoint, if there is one, is good. Raises BadInput for settings that do not fit."""
-    folder, source, given = folder_of(cfg), origin(cfg), asdict(cfg)
+    folder = folder_of(cfg)
+    source, given = origin(cfg), asdict(cfg)
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "result.json").exists():
         result = json.loads((folder / "result.json").read_text())
@@ -306,11 +308,12 @@ def run(cfg):
         return 0
     saved = read_checkpoint(folder / "ckpt.pt") if (folder / "ckpt.pt").exists() else None
     if saved and saved["code"] != source["code"]:
-        raise BadInput(f"{folder} was begun with other code or traces: undo the change, remove it, or choose another --out")
-    cfg, task, stages, tests, model = build(cfg, saved["pieces"] if saved else None)
+        raise BadInput(f"{folder} was begun with other code or traces: undo the change, remove the folder, or choose "
+                       "another --out")
+    cfg, task, stages, _, model = build(cfg, saved["pieces"] if saved else None)
     optimizers = make_optimizers(model)
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
-    # Where the run is. recent: accuracy in up to ten batches; end: after how many traces it is finished, as known now.
+    # Where the run is. recent: accuracy in up to ten batches; end: the number of traces at which it finishes.
     at = SimpleNamespace(step=0, samples=0, seconds=0.0, recent=[], passed=[], held_out=[], end=cfg.max_samples)
     if saved:
         vars(at).update(saved["at"])
@@ -318,14 +321,17 @@ def run(cfg):
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
 
-    chance, head_dim = task.chance(stages[-1]), cfg.d_model // cfg.n_head
+    chance = task.chance(stages[-1])
+    head_dim = cfg.d_model // cfg.n_head
     dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     backend, why = resolve_backend("auto", cfg.device, dtype, head_dim, head_dim)
-    words, tested = cfg.curriculum.split(), cfg.eval_at.split()[0]    # as they were typed
+    words = cfg.curriculum.split()                        # the stages, and those to test in each, as they were typed
+    tested = [*words[:-1], cfg.eval_at.split()[0]]
     print(f"run     {folder}, from step {at.step}")
     print(f"task    {cfg.task}, stages {cfg.curriculum}; chance {chance:.1%}")
-    print(f"model   {cfg.model}, {count(model):,} parameters, of which the state head ({cfg.states}) has {count(model.to_state):,}")
-    print(f"rate    {cfg.learning_rate:g}, decays over the last {cooldown:,} traces (--cooldown, or a third of --max-samples)")
+    print(f"model   {cfg.model}, {count(model):,} parameters, {count(model.to_state):,} of them in the state head "
+          f"({cfg.states})")
+    print(f"rate    {cfg.learning_rate:g}, decays over the last {cooldown:,} traces (at most a third of --max-samples)")
     print(f"device  {cfg.device} ({source['machine']}), {cfg.dtype}, torch {source['torch']}, {source['threads']} "
           f"threads; a scan uses {backend} ({why})")
 
@@ -341,8 +347,7 @@ def run(cfg):
 
             # batch, loss, step
             number = min(len(at.passed), len(stages) - 1)             # of the stage, from 0
-            stage, last = stages[number], number == len(stages) - 1
-            batch = to_tensors(task.batch(cfg.seed, "train", stage, at.step, cfg.batch_size), cfg.device)
+            batch = to_tensors(task.batch(cfg.seed, "train", stages[number], at.step, cfg.batch_size), cfg.device)
             with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                 terms, right = losses(task, model, batch)
             terms["reveal"] = cfg.reveal_weight * terms["reveal"]
@@ -354,11 +359,12 @@ def run(cfg):
                 break
             for optimizer in optimizers:
                 optimizer.step()
-            at.step, at.samples = at.step + 1, at.samples + cfg.batch_size
+            at.step += 1
+            at.samples += cfg.batch_size
             at.seconds = time.perf_counter() - started
             at.recent = [*at.recent[-9:], right.float().mean().item()]
             mean = sum(at.recent) / len(at.recent)        # of the last ten batches
-            bar.total = at.end if down else None             # before the decay, nobody knows
+            bar.total = at.end if down else None          # before the decay, nobody knows
             bar.set_description_str(f"stage {words[number]}, {mean:.0%} right", refresh=False)
             bar.update(cfg.batch_size)
 
@@ -370,20 +376,20 @@ def run(cfg):
             if passed:
                 at.passed.append({"stage": words[number], "samples": at.samples, "steps": at.step,
                                   "seconds": at.seconds})
-                if last:
+                if number == len(stages) - 1:
                     at.end = min(at.end, at.samples + cooldown)
                 else:
                     at.recent = []
 
             # test, save
             if passed or at.step % cfg.eval_every == 0 or at.samples >= at.end:
-                word, test = (tested, tests[0]) if last else (words[number], stage)
+                [test] = parse_stages(tested[number])
                 accuracy = evaluate(model, task, test, cfg)["accuracy"]
-                at.held_out.append([at.samples, word, accuracy])
-                parts = " + ".join(f"{name} {term.item():.3f}" for name, term in terms.items())
-                tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, stage {words[number]}"
-                           f"{' passed' if passed else ''}, {mean:.1%} right, held out {accuracy:.1%} at {word}, "
-                           f"loss {loss.item():.3f} = {parts}")
+                at.held_out.append([at.samples, tested[number], accuracy])
+                parts = " + ".join(f"{name} {term:.3f}" for name, term in terms.items())
+                what = f"stage {words[number]} passed" if passed else f"stage {words[number]}"
+                tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, {what}, {mean:.1%} right, "
+                           f"held out {accuracy:.1%} at {tested[number]}, loss {loss:.3f} = {parts}")
                 state = {"config": given, **source, "at": vars(at), "pieces": task.tokenizer.pieces,
                          "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
                 save(folder / "ckpt.pt", partial(torch.save, state))
@@ -480,8 +486,9 @@ def as_read(task, typed):
             left = task.names if task.moves == "perm" else moved
             if task.moves == "perm" or len(moved) == 2:
                 return f"{', '.join(left)} = {', '.join(takes[name] for name in left)}"
-    raise BadInput(f"this model knows {'permutations' if task.moves == 'perm' else 'swaps of two'} of "
-                   f"{', '.join(task.names)}, and prints of one: type a line like {task.swaps[0]} or print('a', a)")
+    known = "permutations" if task.moves == "perm" else "swaps of two"
+    raise BadInput(f"this model knows {known} of {', '.join(task.names)}, and prints of one: type a line like "
+                   f"{task.swaps[0]} or print('a', a)")
 
 
 def typed_lines(task, seed):
@@ -565,7 +572,8 @@ def main(argv=None):
         meant = f". Is it {near[0]}?" if near else ""
         parser.error(f"{unknown[0]}: no such setting, --help lists all{meant}")
     given = vars(given)
-    to_eval, to_play = given.pop("eval", None), given.pop("play", None)
+    to_eval = given.pop("eval", None)
+    to_play = given.pop("play", None)
     cells = [dict(zip(given, cell)) for cell in dict.fromkeys(itertools.product(*given.values()))]    # each once
     rank, processes = 0, 1
     if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= os.environ.keys():       # a process of torchrun
