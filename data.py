@@ -84,8 +84,8 @@ def pieces_of(text):
 
 
 class Tokenizer:
-    """`pieces`, a list of bytes; piece i is token i, and longer pieces come first. With BYTES (256 bytes, then the
-    lexemes), decode(encode(s)) == s for every string. With fewer pieces, a model is smaller and faster."""
+    """`pieces`, a list of bytes: piece i is token i, and `encode` takes the longest that matches. With BYTES (256
+    bytes, then the lexemes), decode(encode(s)) == s for every string. With fewer, a model is smaller and faster."""
 
     def __init__(self, pieces=BYTES):
         self.pieces = list(pieces)
@@ -160,9 +160,9 @@ def run(program, memory, prompt="", see=None):
 class Stage(NamedTuple):
     """A part of a curriculum, written LxS, or L for Lx1, or with a kind, LxS:KIND or L:KIND.
 
-    A kind means what the task says: in repl and inverse, how many variables a command moves; where a program
-    asks once (`whole`), the least length, of which L is the greatest; in group, how many points an element may
-    move, at most; in pfsa, "same" or "forced"."""
+    A kind means what the task says: in repl and inverse, the most variables that a command moves; for programs
+    that ask once (`whole`), the minimum length, L being the maximum; in group, the most points that an element
+    moves; in pfsa, "same" or "forced"."""
     length: int                   # commands, lines or elements
     spacing: int = 1              # commands between two prints
     kind: str = ""
@@ -189,12 +189,12 @@ class Batch(NamedTuple):
     tokens: np.ndarray                    # (B, T) int64: what a model reads, PAD after a trace's end
     target: np.ndarray                    # (B, T) int64: what comes next, PAD if nothing does
     asked: np.ndarray                     # (B, T) bool: the target is part of an answer
-    state_in_text: np.ndarray             # (B, T) bool: the target is in a state in the text, or ends it
+    state_in_text: np.ndarray             # (B, T) bool: the target belongs to a state in the text
     line_end: np.ndarray                  # (B, T) bool: the last token of a line
     state: np.ndarray | None = None       # (B, T, slots) int64: the state at line ends, -1 if undefined
     state_tokens: np.ndarray | None = None  # (B, lines, W) int64: each state's text as tokens, or PAD
     belief: np.ndarray | None = None      # (B, T, m) float32: pfsa: P(state | the text so far)
-    predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, the exact chances of n answers
+    predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, exact probabilities of n answers
 
 
 def pad(rows, value=PAD):
@@ -212,9 +212,9 @@ class Task:
     """A task of your own defines `program`, and has a name in TASKS. For the linear head, it also defines
     `slots`, n_slots and n_classes.
 
-    What a program may be: its lines are whole statements (`for i in range(3): x += i` is one, its first half
-    is none). All traces of a stage have equally many answers, of one token each: a digit, a letter, any piece of
-    the tokenizer. With `whole`, a trace has one answer, of any number of tokens, which must all be right.
+    What a program may be: its lines are whole statements (`for i in range(3): x += i` is one, `for i in range(3):`
+    is not). All traces of a stage have equally many answers, of one token each: a digit, a letter, any piece of the
+    tokenizer. With `whole`, a trace has one answer, of any number of tokens, which must all be right.
 
     states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
     head. "transformer" or "contrastive": as text, by that state head. "text": in comments in the trace.
@@ -242,6 +242,8 @@ class Task:
     def check_stage(self, stage):
         """Raise BadInput for a bad stage. Here: LxS; L or L:M if `whole`, for programs of M to L lines."""
         L, S, M = stage
+        if M and not self.whole:
+            raise BadInput(f"stage {stage}: this task has no kinds of stages, so write {L}x{S}")
         if self.whole and S != 1:
             raise BadInput(f"stage {stage}: a program asks once, at its end, so write {L}")
         if M and not (M.isdigit() and 1 <= int(M) <= L):
@@ -355,8 +357,8 @@ class Task:
 
 
 def is_test(program):
-    """Whether a program is held out, by a hash of its text. (A CRC would not do. It is linear, and so is
-    parity: the bits of all test programs would satisfy the same equations.)"""
+    """Whether a program is held out, by a hash of its text. (A CRC would not do: it is linear in the bits, so the
+    bits of all held-out programs of parity would satisfy one set of linear equations.)"""
     text = program.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=1).digest()[0] % 8 == 0
 
@@ -367,9 +369,9 @@ def is_test(program):
 class Repl(Task):
     """REPL traces: n assignments, then L commands, and after every S-th a print of one random variable.
 
-    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, it permutes M
-    random ones), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4 64x8; ours
-    starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so that values
+    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, only M random ones, so
+    it moves at most M), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4 64x8;
+    ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so that values
     are digits."""
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"
@@ -1187,7 +1189,7 @@ def show_samples(args):
             if line.answer:
                 text = f"{text.removesuffix(line.answer)}[{line.answer}]"
             print(f"{text:40s} # {line.state}" if line.state else text)
-    print("notice: [ ] is what a model is asked; the state, right of #, is in no line: it must keep track of that")
+    print("notice: a model is asked for what stands in [ ]; the state, right of #, is not in the text")
 
 
 def main(argv=None):

@@ -3,7 +3,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
 
     python plot.py --all                                        every figure in assets/, in seconds
     python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
-    python plot.py headline out/*                               above: by_hand; below: one print
+    python plot.py headline out/*                               a memory that swaps; accuracy before one print
     python plot.py horizon out/* --by gates,cooldown            read without prints
     python plot.py ladder out/*-group* --by n_householder       a row per model, a column per group
     python plot.py samples out/*-parity* --by states            traces until 95 % are right (P2 Fig. 5)
@@ -13,7 +13,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py movie assets/deltanet-repl.pt                what it believes, line by line
 
     cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each is one line of JSON
-    python plot.py ladder assets/results.jsonl --entry ladder   of a table, the lines of one entry of the notebook
+    python plot.py ladder assets/results.jsonl --entry ladder   only the rows of one entry of the notebook
 
 Runs that differ only in their seed are one curve: the median, in a band from worst to best. If they differ in
 more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, curves are named
@@ -63,25 +63,25 @@ def read_lines(path, entry=None):
         raise ValueError(f"{path}: give folders of finished runs, or files of JSON lines")
     rows = [row for row in rows if entry in (None, row.get("entry"))]
     if not rows:
-        raise ValueError(f"{path} has no lines of the entry {entry}")
+        raise ValueError(f"{path} has no lines" if entry is None else f"{path} has no lines of the entry {entry}")
     return rows
 
 
 def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     """-> [(label, result), ...] of the finished runs that the command line names; of result[key] only the rows that
-    fit. A run without any is left out, and so is what is no run. needs: such a row, in words."""
+    fit. Runs without any are left out and named, as is what is no run. needs: the missing row, in words."""
     runs, found = [], []
     for path in map(Path, args.paths):
         if path.suffix in (".json", ".jsonl"):
             runs += [{**row, "place": str(path)} for row in read_lines(path, args.entry) if "config" in row]
         elif (path / "result.json").exists():
-            place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))
+            place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))        # seeds share a place
             runs += [{**row, "place": place} for row in read_lines(path / "result.json")]
         else:
             args.left_out.append(f"{path} is " + ("not finished" if (path / "ckpt.pt").exists() else "no run"))
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
-    for result in runs:       # tables leave out defaults; those that have changed since, they name
+    for result in runs:       # tables omit settings that are at today's defaults
         result["config"] = {**asdict(Config()), **result["config"]}
         result["recipe"] = {name: x for name, x in result["config"].items() if name not in ASIDE_HERE}
     for result in runs:
@@ -121,7 +121,7 @@ def seeds_of(labelled):
             one, two = result["recipe"], other["recipe"]
             differ = ",".join(name for name in {**one, **two} if one.get(name) != two.get(name))
             if differ:
-                raise ValueError(f"{result['model']}: not one curve; use some of --by {differ}")
+                raise ValueError(f"{result['model']}: these runs differ in {differ}: add some of it to --by")
             if result["seed"] == other["seed"]:
                 raise ValueError(f"{result['model']}: seed {result['seed']} is there twice; give it once")
         groups[name].append(result)

@@ -328,6 +328,7 @@ def test_a_stage_with_a_range_has_all_its_lengths_equally_often():
     *((Parity, stage) for stage in ("8x2", "8:0", "8:9", "8:x")),
     *((Group, stage) for stage in ("8x2", "8:1", "8:x")), (lambda: Repl(5, "swap"), "8x1:3"),
     (lambda: Repl(2, "swap"), "4x4"),                            # none of its few programs is for test
+    (lambda: type("Own", (Clock,), {})(), "8x2:3"),              # a task without kinds of stages
     (Arith, "13"), (lambda: Repl(1), "8"), (lambda: Repl(10), "8"), (lambda: ListPerm(10), "8"),
     (lambda: Arith(0), "4"), (lambda: Arith(states="linear"), "4"), (lambda: Group(states="text"), "4")])
 def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
@@ -2088,8 +2089,8 @@ def test_a_short_run_has_a_shorter_decay_and_says_so_and_no_warning(tmp_path, ca
             torch.set_warn_always(True)
             out = run_again(tmp_path, capsys, *flags, *more)
             torch.set_warn_always(False)
-        assert "decays over the last 32 traces (at most a third of --max-samples)" in out
-        assert "short   because of --max-samples, in stage 4" in out
+        assert "decays over the last 32 traces (a third of --max-samples at most)" in out
+        assert "stopped by --max-samples, in stage 4" in out
     assert "the last 16 traces (" in run_again(tmp_path, capsys, "--cooldown", 16)
 
 
@@ -2533,7 +2534,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
     rates = [result([row("64x8"), row("64x64")], seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
              for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
     for figure in plot.curve, plot.headline, plot.ladder, plot.samples:
-        with pytest.raises(ValueError, match="use some of --by learning_rate"):
+        with pytest.raises(ValueError, match="differ in learning_rate: add some of it to --by"):
             figure(of(*rates))
     assert {name for name, *_ in plot.evaluations(of(by="learning_rate"))} == {
         "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}

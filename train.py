@@ -20,8 +20,8 @@ most a third of --max-samples). The decay starts when the last stage is passed, 
 --max-samples, whichever is first; the run finishes with it.
 
 A run is its settings: they name its folder, which holds ckpt.pt and, once the run is finished, result.json. If a
-run is stopped, the same command resumes it from ckpt.pt. A batch depends only on the seed, the stage and its
-number, so the result is that of a run that was never stopped. P1 is arXiv 2602.14814; P2 is "Grounding Code
+run is stopped, the same command resumes it from ckpt.pt. A batch depends only on the seed, the stage and the
+batch's number, so the result is that of an uninterrupted run. P1 is arXiv 2602.14814; P2 is "Grounding Code
 Understanding in Step-by-Step Execution".
 
 Read `run` first, then `losses` and `evaluate`. From Python, start with `load`.
@@ -47,7 +47,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")           # or threads spin while others need the cores; before torch
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")           # idle threads give up their core sooner; set before torch
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -63,6 +63,7 @@ TASKS = {**data.TASKS, "pfsa": MaybeSwaps}
 
 @dataclass
 class Config:
+    """Each field is a flag, and the comment behind it the flag's help. A sample is a trace."""
     # what to learn
     model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
     task: str = "repl"             # one of the TASKS of data.py and pfsa.py
@@ -87,9 +88,9 @@ class Config:
     batch_size: int = 4            # traces per step; small batches make more steps of the same traces
     learning_rate: float = 1.8e-2  # the peak
     warmup: int = 320              # traces until the peak
-    cooldown: int = 1280           # traces of the final decay; longer: repl is read further without prints
+    cooldown: int = 1280           # traces of the final decay; with more, repl is read further without prints
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
-    stage_samples: int = 0         # or after this many traces; 0: never (pfsa: 3000, trace: 4000)
+    stage_samples: int = 0         # pass it after this many traces, too; 0: the task's own (pfsa 3000, trace 4000)
     max_samples: int = 100000      # finish after this many traces (batch_size per step), whatever the stage
     # held-out traces
     eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and harder ones
@@ -156,25 +157,25 @@ def build(cfg, pieces=None):
         task.check_stage(stage)
         task.batch(cfg.seed, "test", stage, 0, 2)         # raises BadInput if there are no such traces
 
-    def model(d_mlp, states="none"):
+    def make(d_mlp, states="none"):
         shape = SimpleNamespace(**{**vars(cfg), "d_mlp": d_mlp, "states": states})
         return LM(shape, len(task.tokenizer), task.n_slots, task.n_classes)
 
     width = 2 * cfg.d_model
     if cfg.params:                                        # not counting a state head
         with torch.device("meta"):
-            least, more = count(model(8)), count(model(16))
+            least, more = count(make(8)), count(make(16))
         width = 8 + 8 * round((cfg.params - least) / (more - least))
         if width < 8:
             raise BadInput(f"--params {cfg.params}: this model has at least {least}")
-    torch.manual_seed(cfg.seed)                           # torch draws nothing else at random
-    lm = model(width, cfg.states).to(cfg.device)
+    torch.manual_seed(cfg.seed)                           # for the first weights; nothing else uses torch's generator
+    model = make(width, cfg.states).to(cfg.device)
     tokens = torch.arange(12, device=cfg.device)[None] % len(task.tokenizer)
     with torch.no_grad():
-        if not (in_pieces(lm, tokens, 5) - in_pieces(lm, tokens, 12)).abs().max() < 1e-3:
-            raise BadInput(f"--model {cfg.model} reads a text in pieces otherwise than at once: a mixer sees the future, "
-                           "or loses its state (see python models.py)")
-    return cfg, task, stages, tests, lm
+        if not (in_pieces(model, tokens, 5) - in_pieces(model, tokens, 12)).abs().max() < 1e-3:
+            raise BadInput(f"--model {cfg.model} gives another result piece by piece than in one pass: a mixer sees "
+                           "the future, or loses its state (see python models.py)")
+    return cfg, task, stages, tests, model
 
 
 def to_tensors(batch, device):
@@ -183,7 +184,7 @@ def to_tensors(batch, device):
 
 def answers(task, batch, right):
     """Which tokens are right (B, T) bool -> which answers are right (B, R), R per trace. With states in the
-    text, all states before an answer must be right, too: then the model would have written them itself."""
+    text, an answer counts only if all states before it are right, too, as if the model had written the trace."""
     after_error = (batch.state_in_text & ~right).cumsum(1) > 0
     right = right & ~after_error
     if task.whole:                                        # one answer, of several tokens
@@ -276,9 +277,10 @@ def origin(cfg):
     """What a run's numbers come from: {"commit", "code": a hash of the code and of --trace-file, "argv", "torch": its
     version, "threads", "machine"}."""
     traces = Path(cfg.trace_file).read_bytes() if cfg.trace_file else b""
-    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    chip = torch.cuda.get_device_name() if cfg.device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    machine = f"{platform.machine()} {chip}"
     return {"commit": COMMIT, "code": hashlib.blake2b(CODE + traces, digest_size=8).hexdigest(), "argv": sys.argv,
-            "torch": str(torch.__version__), "threads": torch.get_num_threads(), "machine": f"{platform.machine()} {gpu}"}
+            "torch": str(torch.__version__), "threads": torch.get_num_threads(), "machine": machine}
 
 
 def save(path, write):
@@ -289,18 +291,19 @@ def save(path, write):
         os.replace(part, path)
     except (OSError, RuntimeError) as error:              # torch.save raises a RuntimeError if the disk is full
         part.unlink(missing_ok=True)
-        raise BadInput(f"{path} cannot be written ({str(error).splitlines()[0]}): make room, or choose another --out")
+        why = str(error).splitlines()[0]
+        raise BadInput(f"{path} cannot be written ({why}): make room on the disk, or choose another --out")
 
 
 def run(cfg):
     """Train and test one model, in the folder that its settings name. -> 0, or 1 if the loss or its gradient is not
-    finite; the last checkpoint, if there is one, is good. Raises BadInput for settings that do not fit."""
+    finite (checkpoints hold only what came before). Raises BadInput for settings that do not fit."""
     folder = folder_of(cfg)
-    source, given = origin(cfg), asdict(cfg)
+    source, as_given = origin(cfg), asdict(cfg)
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "result.json").exists():
         result = json.loads((folder / "result.json").read_text())
-        print(f"{folder} is finished, with {result['samples']:,} traces. Remove it to train again; --eval tests it")
+        print(f"{folder} is finished, with {result['samples']:,} traces. Remove it to train again, or use --eval")
         for row in result["eval"]:
             show(row)
         if result.get("code") != source["code"]:
@@ -325,15 +328,15 @@ def run(cfg):
     head_dim = cfg.d_model // cfg.n_head
     dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     backend, why = resolve_backend("auto", cfg.device, dtype, head_dim, head_dim)
-    words = cfg.curriculum.split()                        # the stages, and those to test in each, as they were typed
-    tested = [*words[:-1], cfg.eval_at.split()[0]]
+    words = cfg.curriculum.split()                        # the stages, as they were typed
+    tested = [*words[:-1], cfg.eval_at.split()[0]]        # in each of them, the stage that is tested
     print(f"run     {folder}, from step {at.step}")
     print(f"task    {cfg.task}, stages {cfg.curriculum}; chance {chance:.1%}")
     print(f"model   {cfg.model}, {count(model):,} parameters, {count(model.to_state):,} of them in the state head "
           f"({cfg.states})")
-    print(f"rate    {cfg.learning_rate:g}, decays over the last {cooldown:,} traces (at most a third of --max-samples)")
-    print(f"device  {cfg.device} ({source['machine']}), {cfg.dtype}, torch {source['torch']}, {source['threads']} "
-          f"threads; a scan uses {backend} ({why})")
+    print(f"rate    {cfg.learning_rate:g}, decays over the last {cooldown:,} traces (a third of --max-samples at most)")
+    print(f"device  {cfg.device} ({source['machine']}), {cfg.dtype}, torch {source['torch']}, "
+          f"{source['threads']} threads; a scan uses {backend} ({why})")
 
     started = time.perf_counter() - at.seconds
     with tqdm(initial=at.samples, unit=" traces", disable=None) as bar:
@@ -346,7 +349,7 @@ def run(cfg):
                     group["lr"] = cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
 
             # batch, loss, step
-            number = min(len(at.passed), len(stages) - 1)             # of the stage, from 0
+            number = min(len(at.passed), len(stages) - 1)             # the stage's, from 0
             batch = to_tensors(task.batch(cfg.seed, "train", stages[number], at.step, cfg.batch_size), cfg.device)
             with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                 terms, right = losses(task, model, batch)
@@ -390,9 +393,9 @@ def run(cfg):
                 what = f"stage {words[number]} passed" if passed else f"stage {words[number]}"
                 tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, {what}, {mean:.1%} right, "
                            f"held out {accuracy:.1%} at {tested[number]}, loss {loss:.3f} = {parts}")
-                state = {"config": given, **source, "at": vars(at), "pieces": task.tokenizer.pieces,
-                         "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
-                save(folder / "ckpt.pt", partial(torch.save, state))
+                checkpoint = {"config": as_given, **source, "at": vars(at), "pieces": task.tokenizer.pieces,
+                              "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
+                save(folder / "ckpt.pt", partial(torch.save, checkpoint))
 
     if at.samples < at.end:
         print(f"train.py: loss or gradient not finite in step {at.step}: try --learning-rate "
@@ -401,11 +404,11 @@ def run(cfg):
     print(f"trained {at.samples:,} traces, {at.step:,} steps, {at.seconds:.1f} s")
     reached = words[min(len(at.passed), len(stages) - 1)]
     if at.end == cfg.max_samples:
-        print(f"short   because of --max-samples, in stage {reached}")
+        print(f"stopped by --max-samples, in stage {reached}")
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": words[-1], "reached": reached, "samples": at.samples, "steps": at.step,
               "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out, "eval": report(model, task, cfg),
-              **source, "config": given}
+              **source, "config": as_given}
     save(folder / "result.json", lambda part: part.write_text(json.dumps(result) + "\n"))
     return 0
 
@@ -456,8 +459,8 @@ def load(path, **changes):
 
 @torch.no_grad()
 def beliefs(task, model, state, traces=1):
-    """If all variables of repl were printed now, in each of `traces` traces that were read to `state`: what the
-    model expects of each print -> probabilities of all tokens (traces, n_vars, vocabulary). Example: `load`."""
+    """-> what the model would print for each variable of repl now: probabilities of the next token, (traces, n_vars,
+    vocabulary). state: the model's, after it has read as many traces. `load` has an example."""
     found = []
     for name in task.names:
         text = task.tokenizer.encode(f"{task.prompt}print('{name}', {name})\n{name} ")
@@ -500,7 +503,7 @@ def typed_lines(task, seed):
         try:
             typed = input(task.prompt).strip().removeprefix(">>>").strip()
             if not sys.stdin.isatty():
-                print(typed)                              # a terminal has shown it
+                print(typed)                              # echo input that comes from a pipe
             if typed in ("quit", "exit", "quit()", "exit()"):
                 return
             line = typed and as_read(task, typed)
@@ -543,7 +546,7 @@ def play(path, **changes):
 # python train.py
 
 NO_LIST = ["curriculum", "trace_file", *ASIDE]            # a comma makes no grid of these
-FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval may change them
+FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval and --play take these
 
 
 def values(f, text):
@@ -561,7 +564,7 @@ def main(argv=None):
     flags = {f"--{f.name.replace('_', '-')}": f for f in fields(Config)}
     for flag, f in flags.items():
         parser.add_argument(flag, type=partial(values, f), metavar=f.type.__name__.upper(),
-                            help=f"{HELP[f.name]} [{f.default}]".replace("%", "%%"))
+                            help=f"{HELP.get(f.name, '')} [{f.default}]".replace("%", "%%"))
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--eval", metavar="RUN", help="evaluate a run's folder or checkpoint, train nothing")
     either.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model expects")
@@ -604,7 +607,7 @@ def main(argv=None):
     except (BadInput, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print("stopped" if to_eval or to_play else "stopped; the same command resumes from the last checkpoint, if any")
+        print("stopped" if to_eval or to_play else "stopped; the same command resumes from the last checkpoint")
         return 130
 
 
