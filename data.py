@@ -885,7 +885,7 @@ def unroll(call):
     tracer = Tracer(source, functions[name], expression)
     try:                                                                  # first: hooks end endless loops
         again = eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
-        tracer.check_limits()                                                    # `except:` may have caught a Rejected
+        tracer.check_limits()                                             # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
         failure = error.with_traceback(None)                              # raised below, if it is ours
     with blame("the code"):

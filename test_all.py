@@ -241,6 +241,12 @@ def test_training_and_test_programs_never_meet_and_together_are_all(task, stage,
     assert len(train) > 2 * len(test) > 0 and len(train | test) == programs
 
 
+def test_an_eighth_of_all_programs_is_held_out_and_always_the_same():
+    held_out = [i for i in range(20_000) if data.is_test(f"p = {i}")]
+    assert len(held_out) / 20_000 == pytest.approx(1 / 8, abs=0.007)      # three standard deviations
+    assert held_out[:5] == [6, 7, 11, 23, 24]                             # else published numbers are of other traces
+
+
 class Numbered(Dataset):
     def __init__(self, task, stage):
         self.task, [self.stage] = task, parse_stages(stage)
