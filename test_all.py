@@ -247,6 +247,12 @@ def test_an_eighth_of_all_programs_is_held_out_and_always_the_same():
     assert held_out[:5] == [6, 7, 11, 23, 24]                             # else published numbers are of other traces
 
 
+def test_the_answer_is_the_end_of_its_line_also_if_it_stands_there_twice():
+    line = data.Line("", "7 = 7\n", "7")
+    assert Repl().spans(line) == [("7 = ", 0), ("7", data.ASKED), ("\n", 0)]
+    assert Parity().spans(line) == [("7 = ", 0), ("7\n", data.ASKED), ("", 0)]
+
+
 class Numbered(Dataset):
     def __init__(self, task, stage):
         self.task, [self.stage] = task, parse_stages(stage)
