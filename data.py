@@ -246,7 +246,7 @@ class Task:
             raise BadInput(f"stage {stage}: this task has no kinds of stages, so write {L}x{S}")
         if self.whole and S != 1:
             raise BadInput(f"stage {stage}: a program asks once, at its end, so write {L}")
-        if M and not (M.isdigit() and 1 <= int(M) <= L):
+        if M and not (M.isdecimal() and 1 <= int(M) <= L):
             raise BadInput(f"stage {stage}: write {L}:M for programs of M to {L} lines")
 
     def beyond(self, last):
@@ -646,7 +646,7 @@ class Group(Task):
     def check_stage(self, stage):
         if stage.spacing != 1:
             raise BadInput(f"stage {stage}: every element of a word is asked, so write {stage.length}")
-        if stage.kind and not (stage.kind.isdigit() and len(self.letters(stage.kind)) > 1):
+        if stage.kind and not (stage.kind.isdecimal() and len(self.letters(stage.kind)) > 1):
             raise BadInput(f"stage {stage}: write {stage.length}:M for elements that move up to M points, "
                              "of which there must be two or more")
 

@@ -58,10 +58,10 @@ STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # of five curves; th
 def read_lines(path, entry=None):
     """-> the JSON objects of a file, one a line; with an entry, those whose "entry" it is."""
     try:
-        rows = [json.loads(line) for line in open(path)]
+        rows = [json.loads(line) for line in open(path) if line.strip()]
     except ValueError:
         raise ValueError(f"{path}: give folders of finished runs, or files of JSON lines")
-    rows = [row for row in rows if entry in (None, row.get("entry"))]
+    rows = [row for row in rows if isinstance(row, dict) and entry in (None, row.get("entry"))]
     if not rows:
         raise ValueError(f"{path} has no lines" if entry is None else f"{path} has no lines of the entry {entry}")
     return rows
@@ -72,7 +72,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     fit. Runs without any are left out and named, as is what is no run. needs: the missing row, in words."""
     runs, found = [], []
     for path in map(Path, args.paths):
-        if path.suffix in (".json", ".jsonl"):
+        if path.suffix in (".json", ".jsonl") and not path.is_dir():
             runs += [{**row, "place": str(path)} for row in read_lines(path, args.entry) if "config" in row]
         elif (path / "result.json").exists():
             place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))        # seeds share a place
@@ -92,7 +92,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
         else:
             args.left_out.append(f"{name}, seed {result['seed']}, has no {needs}")
     if not found:
-        why = args.left_out[0] if args.left_out else f"there are no runs of {args.models} here"
+        why = args.left_out[0] if args.left_out else f"there are no runs of {args.models or 'any model'} here"
         raise ValueError(f"nothing to draw: {why}")
     return found
 

@@ -303,6 +303,16 @@ def assert_uniform(counts, classes):
     assert len(counts) <= classes and statistic < classes + 5 * math.sqrt(2 * classes), counts
 
 
+@pytest.mark.parametrize("moved", [1, 2, 3, 4, 5])
+def test_a_stage_says_how_many_variables_a_command_moves_at_most(moved):
+    rng, most = random.Random(0), set()
+    for line in (line.source for _ in range(30) for line in Repl().draw(rng, Stage(9, 9, str(moved)), "train")):
+        left, _, right = line.partition(" = ")
+        if "," in left:
+            most.add(sum(x != y for x, y in zip(left, right)))
+    assert max(most) == (moved if moved > 1 else 0) and most == {*range(moved + 1)} - {1}
+
+
 @pytest.mark.parametrize("task, stage, pattern, classes", [
     (Repl(5, "swap"), "8x1", r">>> \w, \w = (.*)\n", 10), (Repl(5, "swap"), "8x1", r"print\('(.)'", 5),
     (Repl(5, "swap"), "8x1", r">>> a = (\d)", 5), (Repl(), "8x8", r">>> \w,.* = (.*)\n", 120),
@@ -1935,6 +1945,7 @@ def test_however_a_run_was_stopped_it_ends_bit_for_bit_like_one_that_was_not(tmp
     assert timeless(result_of(whole)) == timeless(result_of(parts)) and result_of(whole)["held_out"]
     a, b = (train.read_checkpoint(folder / "ckpt.pt") for folder in (whole, parts))
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    assert {path.name for path in parts.iterdir()} == {"ckpt.pt", "result.json"}          # no half of a file
 
 
 # Resuming and refusing: what is in the folder, what has changed since, what is said then
@@ -1954,12 +1965,18 @@ def grown(folder, monkeypatch):
     monkeypatch.setitem(train.HELP, "temperature", "a fork's")
 
 
+def other_default(folder, monkeypatch):
+    """It holds a run from before a default was changed."""
+    result = result_of(folder)
+    (folder / "result.json").write_text(json.dumps({**result, "config": {**result["config"], "moves": "swap"}}))
+
+
 LATER = [  # was it stopped?
     (False, None, [], "is finished, with 96 traces. Remove it to train again"),
     (False, None, ["--eval-at", "8x2", "--eval-samples", 4], "eval    4x2: "),              # tested as it was then
-    (False, edited, [], "the code has changed since: these are the old numbers"),
+    (False, edited, [], "the code or the traces have changed since: these are the old numbers"),
     (False, grown, [], "is finished"),
-    (False, cut, [], "is finished"),
+    (False, other_default, [], "holds a run with other settings"),
     (True, edited, [], "was begun with other code or traces"),
     (True, cut, [], "ckpt.pt is no checkpoint, or was cut short")]
 
@@ -1974,9 +1991,10 @@ def test_a_folder_is_finished_or_refused_and_stays_as_it_is(tmp_path, monkeypatc
     if change:
         change(folder, monkeypatch)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    said = refused(capsys, *TINY, "--out", tmp_path) if stopped else run_again(tmp_path, capsys, *more)
+    error = stopped or change is other_default
+    said = refused(capsys, *TINY, "--out", tmp_path) if error else run_again(tmp_path, capsys, *more)
     assert says in said and {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert stopped or ("note" in said) == (change is edited)
+    assert error or ("note" in said) == (change is edited)
 
 
 def test_a_run_depends_on_its_code_and_on_its_file_of_traces(tmp_path, monkeypatch):
@@ -2072,8 +2090,10 @@ def test_runs_have_folders_of_their_own():
     assert len(names) == 3 and max(map(len, names)) < 255
     assert train.folder_of(Config(seed=3)) == Path("out/deltanet-repl-seed=3")
     assert train.folder_of(Config(curriculum="9 8")) != train.folder_of(Config(curriculum="9:8"))
-    assert train.folder_of(Config(max_samples=9)).name == "deltanet-repl-max_samples=9"         # a run is its settings
-    assert train.folder_of(Config(eval_at="9", eval_samples=9, eval_every=9, device="x")).name == "deltanet-repl"
+    for f in fields(Config):                                              # a run is its settings
+        other = "other" if f.type is str else 7 * f.default + 1
+        same_name = train.folder_of(Config(**{f.name: other})).name == "deltanet-repl"
+        assert same_name == (f.name in ("eval_at", "eval_samples", "eval_every", "device", "out")), f.name
 
 
 def test_a_comma_list_is_a_grid_that_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
@@ -2186,7 +2206,8 @@ def test_a_typed_line_is_what_python_would_run_or_is_refused(moves, n_vars):
     for typed in ("x = 1", "a = 3", "a += 1", "a = b", "a, x = x, a", "a, b = b, c", "a, b = b", "print(x)",
                   "print(a, b)", "print('b', a)", "print('a', 'a')", "print(a); print(b)", "print(print(a))", "print()",
                   "print((a := b))", "print(a, end='')", "a, print = print, a", "import os", "a, b = b, a; c = 1", "a,, b",
-                  "del a", "(a, b)", "(", "\0", "x = print(a)", "c = [a, b][0]", *["a, b, c = b, c, a", "a, a = a, a"] * (moves == "swap")):
+                  "del a", "(a, b)", "(", "\0", "x = print(a)", "c = [a, b][0]", "a, b, c = {a, b, c}",
+                  "a, b = (print('c', c), b, a)[1:]", "while True: pass", "a, b = b, a if a else b", *["a, b, c = b, c, a", "a, a = a, a"] * (moves == "swap")):
         with pytest.raises(data.BadInput, match="this model knows (swaps|perm).* of a, b, c") as caught:
             train.as_read(task, typed)
         said = re.search("type a line like (.*) or (.*)", str(caught.value)).groups()
@@ -2256,7 +2277,7 @@ def test_the_model_in_assets_plays_64_commands_without_an_error_or_a_note(monkey
 
 
 def test_the_model_in_assets_is_that_of_the_default_run_and_names_its_code():
-    saved, (cfg, task, _, model) = train.read_checkpoint(SUPPLIED), train.load(SUPPLIED, device="cpu")
+    saved, (_, task, _, model) = train.read_checkpoint(SUPPLIED), train.load(SUPPLIED, device="cpu")
     _, of_default, _, _, default = train.build(Config(device="cpu"))
     assert train.count(model) == train.count(default) and SUPPLIED.stat().st_size < 600_000
     assert task.tokenizer.pieces == of_default.tokenizer.pieces
@@ -2280,6 +2301,8 @@ BAD = {
     "--model deltnet": "choose from deltanet",
     "--task rpl": "choose from repl",
     "--modle deltanet": "--modle: no such setting, --help lists all. Is it --model?",
+    "--lr=0.1": "Is it --learning-rate?", "--eval= --seed 1": ": no such checkpoint", "--play=": ": no such checkpoint",
+    "--task parity --curriculum 8:²": "write 8:M",
     "--lr 0.1": "Is it --learning-rate?",
     "--seed 0 1": "1: no such setting, --help lists all",
     "--advance 90": "at most 1",
@@ -2361,15 +2384,54 @@ class Amnesiac(models.LinearAttention):
         return super().forward(x)
 
 
+class Sly(models.LinearAttention):
+    """It learns to look ahead: through a gate that starts at 0."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.gate = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x, state=None):
+        y, state = super().forward(x, state)
+        return y + self.gate * x.roll(-1, 1), state
+
+
 def test_a_mixer_that_sees_the_future_or_loses_its_state_is_wrong(tmp_path, monkeypatch, capsys):
     some = {name: models.MIXERS[name] for name in ("deltanet", "lstm")}
     monkeypatch.setattr(models, "MIXERS", {**some, "prophet": Prophet, "amnesiac": Amnesiac})
     monkeypatch.setattr(train, "MIXERS", models.MIXERS)
-    for name in ("prophet", "amnesiac"):
-        assert "a mixer sees the future, or loses its state" in refused(capsys, *TINY, "--model", name, "--out", tmp_path)
+    monkeypatch.setitem(models.MIXERS, "sly", Sly)
+    for name in ("prophet", "amnesiac", "sly"):
+        assert "a mixer sees the future, loses its state, or is random" in refused(capsys, *TINY, "--model", name, "--out", tmp_path)
+    del models.MIXERS["sly"]                                              # with its first weights, it is honest
     models.main()
     wrong = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
     assert wrong == ["prophet", "amnesiac"]
+
+
+def test_a_task_that_draws_from_elsewhere_is_refused(tmp_path, monkeypatch, capsys):
+    class Loose(Repl):
+        def program(self, rng, stage, memory):
+            yield from super().program(random, stage, memory)
+    monkeypatch.setitem(train.TASKS, "loose", Loose)
+    assert "Let its program draw from rng alone" in refused(capsys, *TINY, "--task", "loose", "--out", tmp_path)
+
+
+def test_waiting_threads_give_way_unless_somebody_says_otherwise():
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)):
+        environment = {name: x for name, x in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        code = "before, _, _ = open('train.py').read().partition('import torch\\n'); exec(before)"
+        done = command("-c", f"{code}; print(os.environ.get('GOMP_SPINCOUNT'))", cwd=HERE, env=environment | given)
+        assert done.stdout.strip() == str(expected), done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_evaluation_runs_in_the_dtype_of_training(dtype):
+    task, found = Repl(3), set()
+    lm = models.LM(small("gru"), len(task.tokenizer))
+    lm.head.register_forward_hook(lambda module, given, logits: found.add(logits.dtype))
+    train.evaluate(lm, task, Stage(4), Config(eval_samples=2, dtype=dtype, device="cpu"))
+    assert found == {torch.bfloat16 if dtype == "bf16" else torch.float32}
 
 
 def test_a_fault_in_a_fork_shows_where_it_is(tmp_path, monkeypatch):
@@ -2597,9 +2659,14 @@ def test_what_is_left_out_is_named(capsys):
 
 def test_an_entry_of_a_table_is_drawn_alone():
     rows = [{"entry": entry, **result([row("64x64", accuracy)])} for entry, accuracy in (("one", 0.5), ("two", 1))]
-    args = of(*rows, {"entry": "no run", "right": 3})
+    args = of(*rows, {"entry": "no run", "right": 3}, [3])
     args.entry = "two"
     assert shown(plot.horizon(args).axes[0])["deltanet, 1 seed"] == [(64, 1)]
+
+
+def test_a_folder_may_be_called_like_a_file_of_lines():
+    args = in_folders(**{"run-trace_file=t.jsonl": result([row("64x64")])})
+    assert "deltanet, 1 seed" in shown(plot.horizon(args).axes[0])
 
 
 def test_a_dollar_in_the_name_of_a_folder_is_no_mathematics():

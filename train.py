@@ -29,6 +29,7 @@ Read `run` first, then `losses` and `evaluate`. From Python, start with `load`.
 import argparse
 import ast
 import contextlib
+import copy
 import difflib
 import hashlib
 import inspect
@@ -47,7 +48,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")           # idle threads give up their core sooner; set before torch
+if "OMP_WAIT_POLICY" not in os.environ:                   # waiting threads give up their core sooner; before torch
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -155,7 +157,9 @@ def build(cfg, pieces=None):
                   stage_samples=cfg.stage_samples or task.stage_samples)
     for stage in stages + tests:
         task.check_stage(stage)
-        task.batch(cfg.seed, "test", stage, 0, 2)         # raises BadInput if there are no such traces
+        one, same = (task.batch(cfg.seed, "test", stage, 0, 2).tokens.tolist() for _ in range(2))
+        if one != same:
+            raise BadInput(f"--task {cfg.task}: two batches of one seed differ. Let its program draw from rng alone")
 
     def make(d_mlp, states="none"):
         shape = SimpleNamespace(**{**vars(cfg), "d_mlp": d_mlp, "states": states})
@@ -170,11 +174,14 @@ def build(cfg, pieces=None):
             raise BadInput(f"--params {cfg.params}: this model has at least {least}")
     torch.manual_seed(cfg.seed)                           # for the first weights; nothing else uses torch's generator
     model = make(width, cfg.states).to(cfg.device)
-    tokens = torch.arange(12, device=cfg.device)[None] % len(task.tokenizer)
+    tokens = torch.arange(40, device=cfg.device)[None] % len(task.tokenizer)
     with torch.no_grad():
-        if not (in_pieces(model, tokens, 5) - in_pieces(model, tokens, 12)).abs().max() < 1e-3:
+        trial = copy.deepcopy(model)
+        for p in trial.parameters():                      # what starts at 0 shall count, too
+            p += 0.1 * torch.rand_like(p)
+        if not (in_pieces(trial, tokens, 7) - in_pieces(trial, tokens, 40)).abs().max() < 1e-3:
             raise BadInput(f"--model {cfg.model} gives another result piece by piece than in one pass: a mixer sees "
-                           "the future, or loses its state (see python models.py)")
+                           "the future, loses its state, or is random (see python models.py)")
     return cfg, task, stages, tests, model
 
 
@@ -290,9 +297,10 @@ def save(path, write):
         write(part)
         os.replace(part, path)
     except (OSError, RuntimeError) as error:              # torch.save raises a RuntimeError if the disk is full
-        part.unlink(missing_ok=True)
         why = str(error).splitlines()[0]
         raise BadInput(f"{path} cannot be written ({why}): make room on the disk, or choose another --out")
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def run(cfg):
@@ -301,15 +309,18 @@ def run(cfg):
     folder = folder_of(cfg)
     source, as_given = origin(cfg), asdict(cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "result.json").exists():
-        result = json.loads((folder / "result.json").read_text())
+    saved = read_checkpoint(folder / "ckpt.pt") if (folder / "ckpt.pt").exists() else None
+    result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
+    before = (result or saved or {"config": {}})["config"]
+    if any(before.get(name, x) != x for name, x in as_given.items() if name not in ASIDE):
+        raise BadInput(f"{folder} holds a run with other settings: choose another --out")
+    if result:
         print(f"{folder} is finished, with {result['samples']:,} traces. Remove it to train again, or use --eval")
         for row in result["eval"]:
             show(row)
         if result.get("code") != source["code"]:
-            print("note    the code has changed since: these are the old numbers")
+            print("note    the code or the traces have changed since: these are the old numbers")
         return 0
-    saved = read_checkpoint(folder / "ckpt.pt") if (folder / "ckpt.pt").exists() else None
     if saved and saved["code"] != source["code"]:
         raise BadInput(f"{folder} was begun with other code or traces: undo the change, remove the folder, or choose "
                        "another --out")
@@ -424,7 +435,7 @@ def read_checkpoint(path):
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:                                     # a broken file can raise anything
         raise BadInput(f"{path} is no checkpoint, or was cut short")
-    if not isinstance(saved, dict) or not {"config", "code", "pieces", "model"} <= saved.keys():
+    if not isinstance(saved, dict) or not {"config", "code", "at", "pieces", "model", "optimizers"} <= saved.keys():
         raise BadInput(f"{path} is no checkpoint of this train.py (perhaps of an older one)")
     unknown = saved["config"].keys() - {f.name for f in fields(Config)}
     if unknown:
@@ -449,9 +460,10 @@ def load(path, **changes):
     cfg = Config(**{**saved["config"], "device": Config.device, "eval_at": "auto", **changes})
     try:
         cfg, task, _, tests, model = build(cfg, saved["pieces"])
-        model.load_state_dict(saved["model"])
     except BadInput as error:
         raise BadInput(f"{path}: {error}")
+    try:
+        model.load_state_dict(saved["model"])
     except RuntimeError:
         raise BadInput(f"{path}: its weights do not fit this models.py")
     return cfg, task, tests, model
@@ -470,6 +482,9 @@ def beliefs(task, model, state, traces=1):
     return torch.stack(found, 1)
 
 
+PLAIN = (ast.Assign, ast.Expr, ast.Call, ast.Tuple, ast.List, ast.Name, ast.Constant, ast.expr_context)
+
+
 def as_read(task, typed):
     """A line that somebody typed -> the line that means the same in traces of repl: `b, a = a, b` becomes
     `a, b = b, a` or, among permutations of three, `a, b, c = b, a, c`. Python executes it, and what it does decides.
@@ -478,6 +493,7 @@ def as_read(task, typed):
     memory, printed = {name: thing for thing, name in names.items()}, []
     with contextlib.suppress(Exception):                  # whatever it raises, it is no line of repl
         [statement] = ast.parse(typed).body
+        assert all(isinstance(node, PLAIN) for node in ast.walk(statement))
         exec(typed, {"__builtins__": {"print": lambda *words: printed.append(words)}}, memory)
         takes = {name: names[memory[name]] for name in task.names}
         moved = [name for name in task.names if takes[name] != name]
@@ -485,7 +501,7 @@ def as_read(task, typed):
             [[*word, thing]] = printed
             if not moved and word in ([], [names[thing]]):
                 return f"print('{names[thing]}', {names[thing]})"
-        elif isinstance(statement, ast.Assign) and sorted(takes.values()) == sorted(memory):
+        elif not printed and sorted(takes.values()) == sorted(memory):
             left = task.names if task.moves == "perm" else moved
             if task.moves == "perm" or len(moved) == 2:
                 return f"{', '.join(left)} = {', '.join(takes[name] for name in left)}"
@@ -511,7 +527,7 @@ def typed_lines(task, seed):
                 print(f"read as {line}")
             if line:
                 yield [line]
-        except BadInput as error:
+        except (BadInput, UnicodeError) as error:
             print(error)
         except EOFError:
             print()
@@ -570,10 +586,11 @@ def main(argv=None):
     either.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model expects")
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == unknown[0]]          # --lr
-        near = initials or difflib.get_close_matches(unknown[0], flags, 1)
+        wrong = unknown[0].partition("=")[0]
+        initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == wrong]               # --lr
+        near = initials or difflib.get_close_matches(wrong, flags, 1)
         meant = f". Is it {near[0]}?" if near else ""
-        parser.error(f"{unknown[0]}: no such setting, --help lists all{meant}")
+        parser.error(f"{wrong}: no such setting, --help lists all{meant}")
     given = vars(given)
     to_eval = given.pop("eval", None)
     to_play = given.pop("play", None)
@@ -584,11 +601,11 @@ def main(argv=None):
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     try:
-        if to_eval or to_play:
+        if to_eval is not None or to_play is not None:
             if not set(given) <= set(FOR_EVAL):
                 raise BadInput(f"a trained model keeps its settings: only {', '.join(FOR_EVAL)} may be given")
             for cell in cells:
-                if to_play:
+                if to_play is not None:
                     play(to_play, **cell)
                 else:
                     cfg, task, _, model = load(to_eval, **cell)
