@@ -35,7 +35,10 @@ import argparse
 import ast
 import builtins
 import contextlib
+import datetime
+import dis
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -43,6 +46,7 @@ import pickle
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -158,11 +162,8 @@ def run(program, memory, prompt="", see=None):
 # Stages and batches
 
 class Stage(NamedTuple):
-    """A part of a curriculum, written LxS, or L for Lx1, or with a kind, LxS:KIND or L:KIND.
-
-    A kind means what the task says: in repl and inverse, the most variables that a command moves; for programs
-    that ask once (`whole`), the minimum length, L being the maximum; in group, the most points that an element
-    moves; in pfsa, "same" or "forced"."""
+    """A part of a curriculum, written LxS, or L for Lx1, or with a KIND: LxS:M in repl, where a command moves at most M
+    variables; L:M for M to L lines, in programs that ask once; in group and pfsa, as they say."""
     length: int                   # commands, lines or elements
     spacing: int = 1              # commands between two prints
     kind: str = ""
@@ -212,9 +213,8 @@ class Task:
     """A task of your own defines `program`, and has a name in TASKS. For the linear head, it also defines
     `slots`, n_slots and n_classes.
 
-    What a program may be: its lines are whole statements (`for i in range(3): x += i` is one, `for i in range(3):`
-    is not). All traces of a stage have equally many answers, of one token each: a digit, a letter, any piece of the
-    tokenizer. With `whole`, a trace has one answer, of any number of tokens, which must all be right.
+    A program yields whole statements (`for i in range(3): x += i` is one, `for i in range(3):` is not). All traces of
+    a stage have equally many answers, of one token each; with `whole`, one answer of any number of tokens.
 
     states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
     head. "transformer" or "contrastive": as text, by that state head. "text": in comments in the trace.
@@ -425,12 +425,9 @@ class Repl(Task):
 
     def beyond(self, last):
         """The last stage; then twice as long, twice as sparse, both, and four times both."""
-        stages = []
-        for longer, sparser in (1, 1), (2, 1), (1, 2), (2, 2), (4, 4):
-            length, spacing = last.length * longer, last.spacing * sparser
-            if spacing <= length:
-                stages.append(Stage(length, spacing, last.kind))
-        return stages
+        factors = (1, 1), (2, 1), (1, 2), (2, 2), (4, 4)
+        stages = [Stage(last.length * longer, last.spacing * sparser, last.kind) for longer, sparser in factors]
+        return [stage for stage in stages if stage.spacing <= stage.length]
 
 
 class Inverse(Repl):
@@ -666,8 +663,8 @@ class Group(Task):
 #
 # Python itself runs the function. Hooks in its syntax tree write down each statement that has run, and the
 # locals after it, so Python does control flow and scopes. Then Python runs the trace, a script with one flat
-# namespace. If its states differ from the function's, the call is rejected, as when a helper reads a global
-# that is also a local's name.
+# namespace, here and in other processes. If its states differ from the function's, the call is rejected, as when
+# a helper reads a global that is also a local's name, or when the output depends on the clock.
 
 class Rejected(BaseException):
     """Why a call is rejected. Not an Exception: the function could catch it."""
@@ -708,20 +705,33 @@ def state_text(state):
     return ", ".join(f"{name}={text}" for name, text in state.items())
 
 
+def mark(x, used, depth=3):
+    """What tells an object from itself after a change. Nothing may tell an iterator: where it is used, it has changed."""
+    with contextlib.suppress(Exception):                                  # as for a lambda
+        return pickle.dumps(x)
+    inside = getattr(getattr(x, "gi_frame", None), "f_locals", None) or getattr(x, "__dict__", None)
+    if inside and depth:
+        return {name: mark(y, used, depth - 1) for name, y in inside.items()}
+    return object() if used and hasattr(x, "__next__") else repr(x)
+
+
 class Tracer(ast.NodeTransformer):
     """Puts hooks into the statements of a function, but not into functions inside it.
 
     source: the program's; function, call: syntax trees. lines: the source of what ran; states: {name: literal}
     after each; last: the source of what was returned, then the assert; end: the state at the end."""
-    limits = {"call": 1, "steps": 50, "characters of code": 1000, "characters of state": 12000}  # P2 appendix A
+    limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}       # P2 appendix A
 
     def __init__(self, source, function, call):
         self.source, self.function, self.call = source, function, call
         self.lines, self.states, self.last, self.end = [], [], "", {}
         self.loops, self.calls, self.extra = 0, 0, 0                      # extra: lines that are no steps
-        function.body.append(ast.Return())                                # each call ends in the hook "back"
-        self.generic_visit(function)
-        function.body.insert(0, ast.Expr(self.hook("enter")))
+        self.late = False                                                 # whether lines ran after the return
+
+    def put_hooks(self):
+        self.function.body.append(ast.Return())                           # each call ends in the hook "back"
+        self.generic_visit(self.function)
+        self.function.body.insert(0, ast.Expr(self.hook("enter")))
 
     def text(self, node):
         """A node's source; by ast.unparse if it has several lines, decorators, or is a :=."""
@@ -753,8 +763,9 @@ class Tracer(ast.NodeTransformer):
         return self.simple(node, f"{self.text(node.target)} = {self.text(node.value)}") if node.value else node
 
     def visit_If(self, node):
-        before_and_value = ast.Tuple([self.hook("before"), node.test], ast.Load())
-        node.test = self.hook("test", self.text(node.test), before_and_value)
+        text = self.text(node.test)
+        before_and_value = ast.Tuple([self.hook("before", text), node.test], ast.Load())
+        node.test = self.hook("test", text, before_and_value)
         return self.generic_visit(node)
 
     visit_While = visit_If
@@ -788,6 +799,8 @@ class Tracer(ast.NodeTransformer):
     def arguments(self):
         """{parameter: source of its argument or default}, used if it has no literal."""
         given, arguments = self.function.args, self.call.args
+        if isinstance(self.call.func, ast.Attribute):                     # Solution().twice(3): self is Solution()
+            arguments = [self.call.func.value, *arguments]
         names = [x.arg for x in given.posonlyargs + given.args]
         nodes = dict(zip(reversed(names), reversed(given.defaults)))
         nodes |= dict(zip([x.arg for x in given.kwonlyargs], given.kw_defaults))
@@ -797,22 +810,23 @@ class Tracer(ast.NodeTransformer):
         return {name: ast.unparse(node) for name, node in nodes.items() if node}
 
     def line(self, value, text, names):
+        self.late = bool(self.last)
         self.lines.append(text)
         self.states.append(literals(names))
         self.check_limits()
         return value
 
-    def before(self, _, __, names):
-        try:
-            return pickle.dumps(names)
-        except Exception:                                                 # as for a lambda
-            return repr(names)
+    def before(self, _, text, names):
+        """{name: mark} of what a condition might change: locals, and globals but for functions and modules."""
+        names = {name: x for name, x in vars(sys.modules["traced"]).items() if not name.startswith("_")} | names
+        return {name: mark(x, re.search(rf"\b{name}\b", text)) for name, x in names.items()
+                if not isinstance(x, (type, types.FunctionType, types.ModuleType))}
 
     def test(self, before_and_value, text, names):
-        """A condition is a line only if it changes a local, or an object in one."""
+        """A condition is a line only if it changes a variable, or an object in one."""
         before, value = before_and_value
         outcome = bool(value)
-        return self.line(outcome, text, names) if self.before(None, "", names) != before else outcome
+        return self.line(outcome, text, names) if self.before(None, text, names) != before else outcome
 
     def back(self, value, text, names):
         self.last, self.end = text, literals(names)
@@ -845,44 +859,72 @@ def execute(program, **names):
     return vars(module)
 
 
-def around(tree, name):
-    """The statements of a program that need neither a function nor what needs it, without `if __name__`."""
-    gone, kept = {name}, []
+def names_in(statements):
+    """-> the global names that statements read, also in functions that they define, and those that they assign."""
+    codes, read, made = [compile(ast.Module(statements, []), "", "exec")], set(), set()
+    for code in codes:
+        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                read.add(step.argval)
+            elif step.opname == "STORE_NAME" and code is codes[0]:
+                made.add(step.argval)
+    return read, made
+
+
+def around(tree, function, itself):
+    """The statements of a program without a function, what needs it, and `if __name__`. itself: with functions and
+    classes that need it, and the function, as where it passes itself on."""
+    gone, kept = {function.name} if function in tree.body else set(), []
     for statement in tree.body:
-        nodes = [*ast.walk(statement)]
-        names = {x.id for x in nodes if isinstance(x, ast.Name)} | {getattr(statement, "name", "")}
-        names -= {x.arg for x in nodes if isinstance(x, ast.arg)}
-        if names & gone or isinstance(statement, ast.If) and "__name__" in names:
-            made = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-            gone |= {statement.name} if hasattr(statement, "name") else made
+        read, made = names_in([statement])
+        if (read | made) & gone or isinstance(statement, ast.If) and "__name__" in read:
+            gone |= made
         else:
             kept.append(statement)
-    return kept
+    return [x for x in tree.body if x in kept or itself and isinstance(x, (ast.FunctionDef, ast.ClassDef))]
 
 
-def unroll(call):
+def find_call(tree, call):
+    """-> the function or method that is called, the call as text, and as a syntax tree. Raises Rejected."""
+    functions = {x.name: ("", x) for x in tree.body if isinstance(x, ast.FunctionDef)}
+    methods = {x.name: (f"{owner.name}().", x) for owner in tree.body if isinstance(owner, ast.ClassDef)
+               for x in owner.body if isinstance(x, ast.FunctionDef)}
+    with blame("the input"):
+        given = ast.parse(f"_({call['input']}\n)", mode="eval").body
+    whole = given.args[0] if len(given.args) == 1 and not given.keywords else None
+    whole = whole.func if isinstance(whole, ast.Call) else None           # what is called, if the input is a call
+    by_default = "f" if "f" in functions else [None, *functions][-1]
+    name = call.get("name") or (whole.attr if getattr(whole, "attr", None) in methods else by_default)
+    if name not in functions and name not in methods:
+        raise Rejected(f"no such function at the top level of the code: {name or 'no def there'}")
+    place, function = functions.get(name) or methods[name]
+    called = f"{place}{name}({call['input']})"
+    if getattr(whole, "attr" if place else "id", None) == name:
+        called = ast.unparse(given.args[0])
+    with contextlib.suppress(SyntaxError):
+        return function, called, ast.parse(called, mode="eval").body
+    expression = ast.parse(f"{called[:-1]}\n)", mode="eval").body         # a comment ends the input
+    return function, ast.unparse(expression), expression
+
+
+def unroll(call, itself=False):
     """Run a call and write it down (P2 section 2). Executes code: see `guarded`.
 
     There are three runs: with hooks; as it is, for the output; and of the trace, to compare the states.
-    call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function). The
-    input is the arguments, or the whole call.
-    -> a row {"id", "source", "call", "output", "trace", "states", "steps"}. Raises Rejected."""
-    source = call["code"].replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
+    call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function). The input
+    is the arguments, or the whole call. A method is called on Class(), or as the input says: Class().method(3).
+    -> a row {"id", "source", "call", "output", "trace", "states", "end", "steps"}. Raises Rejected."""
+    source = call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     with blame("the code"):
         tree = ast.parse(source)
-    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
-    name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
-    if name not in functions:
-        raise Rejected(f"no function: {name}")
-    called = f"{name}({call['input']})"
-    with blame("the input"):
-        expression = ast.parse(called, mode="eval").body
-    match expression:
-        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if inner == name:
-            called, expression = ast.unparse(whole), whole
-    kept, failure, again = around(tree, name), None, None
-    tree.body = [x for x in tree.body if x in kept or x is functions[name]]
-    tracer = Tracer(source, functions[name], expression)
+    function, called, expression = find_call(tree, call)
+    with blame("the code"):
+        kept, failure, again = around(tree, function, itself), None, None
+    tree.body = [x for x in tree.body if x in kept or x is function]
+    tracer = Tracer(source, function, expression)
+    before = [tracer.text(x) for x in kept]
+    tracer.put_hooks()
     try:                                                                  # first: hooks end endless loops
         again = eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
         tracer.check_limits()                                             # `except:` may have caught a Rejected
@@ -892,34 +934,54 @@ def unroll(call):
         memory = execute(source)
     with blame("calling the function"):
         value = eval(called, memory)
+    if isinstance(value, types.GeneratorType):
+        raise Rejected("its output is a generator")
     with blame("the output"):
         expected = eval(call["output"], memory) if call.get("output") else value
-        if value != expected:
+        if expected is not value and value != expected:
             raise Rejected("its output is not what the row says")
     output = literal(value) or literal(expected)                          # a Counter has none, an equal dict has
     if output is None:
         raise Rejected("an output without a literal")
     with blame("its trace"):
-        if failure:
-            raise failure
-        if literal(again) != literal(value):
+        if not failure and literal(again) != literal(value):
             raise Rejected("another output in another run")
         tracer.last = f"assert ({tracer.last}) == {output}"
-        tracer.check_limits()
-        trace = "\n".join([*map(tracer.text, kept), *tracer.lines, tracer.last])
-        replay(trace, tracer)
+        trace = "\n".join([*before, *tracer.lines, tracer.last])
+        try:
+            if failure:
+                raise failure
+            tracer.check_limits()
+            replay(trace, tracer.states, tracer.end)
+        except (Exception, Rejected) as error:
+            if isinstance(error, NameError) and not itself:
+                return unroll(call, itself=True)
+            raise reason_for(error, tracer)
     return {"id": call["id"], "source": source, "call": called, "output": output, "trace": trace,
-            "states": tracer.states, "steps": len(tracer.lines) - tracer.extra}
+            "states": tracer.states, "end": tracer.end, "steps": len(tracer.lines) - tracer.extra}
 
 
-def replay(trace, tracer):
-    """Run a trace, as a script. Raises Rejected if its states are not those of the function."""
+def reason_for(error, tracer):
+    """Why a trace fails, if that can be said; else the error."""
+    binds = [x for x in ast.walk(tracer.function) if getattr(x, "optional_vars", None) or getattr(x, "rest", None)
+             or isinstance(x, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and x.name]
+    if isinstance(error, SyntaxError) and "nonlocal" in error.msg:
+        return Rejected("its trace has no function around nonlocal")
+    if not isinstance(error, NameError) and str(error) != "its trace has other states":
+        return error
+    if tracer.late:
+        return Rejected("lines run after the return, in try/finally")
+    return Rejected("with ... as, except ... as or match binds a name in no line of its trace") if binds else error
+
+
+def replay(trace, states, end):
+    """Run a trace, as a script. Raises Rejected if its states are not those of the function, `end` being the last."""
     seen, tree, see = [], ast.parse(trace), ast.parse("_see(_locals())").body
-    first = len(tree.body) - len(tracer.lines) - 1
+    first = len(tree.body) - len(states) - 1
     tree.body[first:] = see + [statement for line in tree.body[first:] for statement in (line, *see)]
     execute(ast.fix_missing_locations(tree), __name__="__main__", _locals=locals,
             _see=lambda names: seen.append(literals(names)))
-    others, states = seen.pop(0), [*tracer.states, tracer.end]            # others: around the function
+    others, states = seen.pop(0), [*states, end]                          # others: around the function
     variables = {name for state in states for name in state} - others.keys()
     for state, found in zip(states, seen):
         if {name: found[name] for name in found if name in variables or name in state} != state:
@@ -952,6 +1014,9 @@ def limited(folder, file, seconds, work, arguments):
         os.chdir(folder)
         for descriptor in 0, 1, 2:
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, file.fileno()}:
+            with contextlib.suppress(OSError):              # of listdir, which is closed
+                os.close(descriptor)
         os.fork = None                                      # no fork bomb by accident
         random.seed(0)
         found = work(*arguments)
@@ -996,9 +1061,56 @@ def try_guard():
         raise OSError(f"not even f(x) = x has a trace here: {found['reason']}")
 
 
+def agree(rows):
+    """For each [trace, states, end], whether `replay` finds the same states."""
+    found = []
+    for row in rows:
+        try:
+            found.append(replay(*row) is None)
+        except (Exception, SystemExit, Rejected):
+            found.append(False)
+    return found
+
+
+def witness():
+    """Answer each line of standard input, a list in JSON, as `agree` does, three years later. What fails beside others
+    is tried alone."""
+    now, today = time.time, datetime.datetime
+    time.time = lambda: now() + 1e8
+    later = {"now": classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))}
+    datetime.datetime = type("datetime", (today,), later)
+    for name in "localtime", "gmtime", "ctime":
+        setattr(time, name, lambda at=None, f=getattr(time, name): f(time.time() if at is None else at))
+    for line in sys.stdin:
+        rows = json.loads(line)
+        found = guarded(agree, rows)
+        found = found if isinstance(found, list) else [False] * len(rows)
+        print(json.dumps([x or guarded(agree, [row]) == [True] for x, row in zip(found, rows)]), flush=True)
+
+
+def start_witnesses():
+    """-> three processes with other hash seeds, in another folder, with another command line."""
+    command = [sys.executable, "-c", "import data; data.witness()", *"abcdefgh"]
+    here = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
+    return [subprocess.Popen(command, env=here | {"PYTHONHASHSEED": seed}, cwd="/", text=True, start_new_session=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE) for seed in "123"]
+
+
+def confirmed(rows, witnesses):
+    """For each row, whether its trace has the same states in other processes."""
+    asked = json.dumps([[row["trace"], row["states"], row.pop("end")] for row in rows])
+    with contextlib.suppress(BrokenPipeError):
+        for process in witnesses:
+            print(asked, file=process.stdin, flush=True)
+    answers = [process.stdout.readline() for process in witnesses]
+    if "" in answers:
+        raise OSError("a process that confirms traces has ended: is there too little memory?")
+    return map(all, zip(*map(json.loads, answers)))
+
+
 def read_rows(path):
-    """-> {id: row} of a file of JSON lines. Raises BadInput, with the line's number, or OSError."""
-    rows = {}
+    """Yield (id, row) of a file of JSON lines. Raises BadInput, with the line's number, or OSError."""
+    names = set()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -1007,12 +1119,12 @@ def read_rows(path):
                     name = str(row.get("id", row.get("task_id", f"line {number}")))
                 except (AttributeError, ValueError, RecursionError):
                     raise BadInput(f"{path}, line {number}: give JSON lines, an object {{...}} in each")
-                if name in rows:
+                if name in names:
                     raise BadInput(f"{path}, line {number}: a second row with the id {name}")
-                rows[name] = row
-    if not rows:
+                names.add(name)
+                yield name, row
+    if not names:
         raise BadInput(f"{path} is empty: give JSON lines")
-    return rows
 
 
 def calls_in(name, row):
@@ -1023,10 +1135,29 @@ def calls_in(name, row):
             call = {"code": "\n".join(code)}
             return [call | {"id": f"{name}/{i}"} | parts(test, call["code"])
                     for i, test in enumerate(row["test_list"])]
-        call = {"id": name, "code": row["code"] + "", "input": row["input"] + ""}
-        return [call | {"name": row.get("name", row.get("function_name")), "output": row.get("output")}]
+        code, given, output = row["code"] + "", row["input"], row.get("output")
+        if not isinstance(given, str):
+            return [{"id": name, "reason": "input must be text, the arguments as Python source"}]
+        if "function_name" in row:
+            code = imports(code) + code
+        output = output if output is None or isinstance(output, str) else repr(output)
+        return [{"id": name, "code": code, "input": given, "name": row.get("name", row.get("function_name")),
+                 "output": output}]
     except (AttributeError, KeyError, TypeError):
         return [{"id": name, "reason": "neither code and input, nor code and test_list"}]
+
+
+MODULES = "typing statistics copy re random operator string bisect heapq math functools itertools collections".split()
+
+
+def imports(code):
+    """What LiveCodeBench's grader imports before a program: here, only the names that it needs. -> source"""
+    homes = {name: f"from {module.__name__} import {name}\n" for module in map(importlib.import_module, MODULES)
+             for name in getattr(module, "__all__", dir(module))} | {name: f"import {name}\n" for name in MODULES}
+    with contextlib.suppress(SyntaxError):
+        read, made = names_in(ast.parse(code).body)
+        return "".join(homes[name] for name in sorted(read - made - {*dir(builtins)}) if name in homes)
+    return ""
 
 
 def parts(test, code):
@@ -1043,17 +1174,26 @@ def write_traces(path, out, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
     Ctrl-C, both files are whole. Raises BadInput or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
-    calls = [call for name, row in read_rows(path).items() for call in calls_in(name, row)]
+    for _ in read_rows(path):                               # a bad line is refused before anything is written
+        pass
+    witnesses = start_witnesses()
+    calls = (call for name, row in read_rows(path) for call in calls_in(name, row))
     with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
         try:
-            for call in calls:
-                row = call if "reason" in call else guarded(unroll, call, seconds=seconds)
-                if "reason" in row:
-                    bad.write(json.dumps(call | row) + "\n")
-                else:
-                    good.write(json.dumps(row) + "\n")
-                counts[row.get("reason", "kept")] += 1
+            while batch := [*islice(calls, 50)]:
+                rows = [call if "reason" in call else guarded(unroll, call, seconds=seconds) for call in batch]
+                holds = confirmed([row for row in rows if "reason" not in row], witnesses)
+                for call, row in zip(batch, rows):
+                    if "reason" not in row and not next(holds):
+                        row = {"reason": "another output or state in another process"}
+                    if "reason" in row:
+                        bad.write(json.dumps(call | row) + "\n")
+                    else:
+                        good.write(json.dumps(row) + "\n")
+                    counts[row.get("reason", "kept").partition(":")[0]] += 1
         finally:
+            for process in witnesses:
+                process.communicate()
             print(f"{counts['kept']} traces in {out}; rejected calls, and why, in {rejected}")
             for reason, n in counts.most_common():
                 print(f"{n:6d}  {reason}")
@@ -1061,7 +1201,7 @@ def write_traces(path, out, seconds=3):
 
 def read_traces(path):
     """-> {id: row} of a file of traces. Raises BadInput, or OSError."""
-    rows = read_rows(path)
+    rows = dict(read_rows(path))
     needed = {"id", "source", "call", "output", "trace", "states", "steps"}
     if not all(needed <= {*row} for row in rows.values()):
         raise BadInput(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
@@ -1076,9 +1216,7 @@ HEADS = ["if i > n:", "if i % 2 == 0:", "for i in range(n):", "while i > n:"]
 
 
 def random_function(rng, statements=3):
-    """-> source of a function on ints, and arguments for it. rng: a random.Random.
-
-    statements: maximum at the body's top level."""
+    """-> source of a function on ints, and arguments for it. statements: maximum at the body's top level."""
     words = {"i": "abc", "n": "12345"}
 
     def write(templates):

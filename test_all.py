@@ -435,14 +435,16 @@ def settrace_states(row):
 
     With one statement a line, a line that follows itself is inside a comprehension: from Python 3.12 on, this
     runs in the function's own frame, with its variables among the function's."""
+    called = ast.unparse(ast.parse(row["call"], mode="eval").body.func)    # f, or Solution().method
     source = ast.unparse(ast.parse(row["source"]))                        # one statement a line
     returns = {x.lineno for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Return)}
     module = sys.modules["seen"] = types.ModuleType("seen")               # a dataclass looks it up
-    scope, seen, lines, name = vars(module), [], [0], row["call"].split("(")[0]
+    scope, seen, lines = vars(module), [], [0]
     exec(compile(source, "<function>", "exec"), scope)
+    code = inspect.unwrap(eval(called, scope)).__code__
 
     def see(frame, event, _):
-        if frame.f_code is not inspect.unwrap(scope[name]).__code__:
+        if frame.f_code is not code:
             return None
         lines.append(frame.f_lineno)
         if event == "line" and lines[-1] != lines[-2] or event == "return" and frame.f_lineno not in returns:
@@ -471,7 +473,7 @@ def check(row):
     at_events = [state for line, state in zip(lines, told) if not re.match(r"forloop\d+ = iter", line)]
     assert settrace_states(row) == [state for state, _ in groupby(filter(None, at_events))]
     assert "\n".join([*around, *lines, last]) == row["trace"] and len(lines) == len(told)
-    assert row["steps"] == len(lines) - (not row["call"].endswith("()")) <= 50
+    assert row["steps"] == len(lines) - (not re.fullmatch(r"\w+\(\)", row["call"])) <= 50
     memory = {"__name__": "__main__"}
     future = __future__.annotations.compiler_flag if "__future__" in row["trace"] else 0
     exec("\n".join(around), memory)
@@ -486,15 +488,15 @@ def check(row):
 # `check` says whether what is RIGHT is right.
 
 RIGHT = "right"
-STATES = "other states"
-ASSERTION, NAME = "its trace raises AssertionError", "its trace raises NameError"
+STATES, NO_LINE = "other states", "with ... as, except ... as or match binds a name in no line"
+ASSERTION = "its trace raises AssertionError"
 NASTY = [
     # control flow
     ("", "", "for x in 1, 0, 4:\n    if x == 0: continue\n    break\nelse: x = 9\nreturn x",
      "forloop0 = iter((1, 0, 4))\nx = next(forloop0)\nassert (x) == 1"),
     ("xs", "[[1, 2]]", "for x in xs.pop(): xs.append(x)\nreturn xs", RIGHT),
-    ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", NAME),
-    ("x", "1", "import contextlib\nwith contextlib.nullcontext(x) as h: x = h + 1\nreturn x", NAME),
+    ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", NO_LINE),
+    ("x", "1", "import contextlib\nwith contextlib.nullcontext(x) as h: x = h + 1\nreturn x", NO_LINE),
     # conditions that change something are lines
     ("xs, n", "[0, 5], 0", "while xs.pop(): n += 1\nreturn n",
      "xs, n = [0, 5], 0\nxs.pop()\nn += 1\nxs.pop()\nassert (n) == 1"),
@@ -507,6 +509,17 @@ NASTY = [
      "assert (n) == 1"),
     ("x", "'ab'", "import re\nif m := re.search('b', x): return m.start()",
      "x = 'ab'\nimport re\n(m := re.search('b', x))\nassert (m.start()) == 1"),
+    # also if some local, or what it holds, cannot be pickled; also of a global, and of a generator
+    *[("xs", "[1, 2, 3]", f"{line}\nit = iter(xs)\nif next(it) == 1: pass\nreturn list(it)",
+       f"xs = [1, 2, 3]\n{line}\nit = iter(xs)\nnext(it) == 1\nassert (list(it)) == [2, 3]")
+      for line in ("import math", "g = lambda x: x", "g = (x for x in xs)", "g = map(lambda x: x, xs)", "g = open('/dev/null')")],
+    ("xs", "[1, 2]", "import itertools\nit = map(lambda x: x, itertools.chain(xs, xs))\nif next(it) == 1: return list(it)",
+     "xs = [1, 2]\nimport itertools\nit = map(lambda x: x, itertools.chain(xs, xs))\nnext(it) == 1\n"
+     "assert (list(it)) == [2, 1, 2]"),
+    ("xs", "[1, 2, 3]", "g = (x * x for x in xs)\nif 4 in g: y = next(g)\nreturn y",
+     "xs = [1, 2, 3]\ng = (x * x for x in xs)\n4 in g\ny = next(g)\nassert (y) == 9"),
+    ("n", "3", "g = (x for x in [n])\nh = [lambda: 1]\nif n > 2 and h: n += 1\nreturn n",
+     "n = 3\ng = (x for x in [n])\nh = [lambda: 1]\nn += 1\nassert (n) == 4"),
     # statements, as they were written
     ("x", "1", "a = x; b = 2; a, b = b, a\nif a: c = 1; d = 2\nreturn a; x = 3", RIGHT),
     ("x", "[3]", "if (x and  # each\n        x.pop()): return (x,\n        1)", RIGHT),
@@ -515,7 +528,7 @@ NASTY = [
     ("x", "[2]", "'''A docstring.'''\nassert x, 'no'\nimport math\ndel math\nreturn *x, 1", RIGHT),
     ("x", "1", "z: List[int] = x, 2\nw: int\nw = 3\nreturn z", "x = 1\nz = x, 2\nw = 3\nassert (z) == (1, 2)"),
     # exceptions
-    ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", NAME),
+    ("x", "'a'", "try: y = int(x)\nexcept ValueError as e: y = str(e)\nreturn y", NO_LINE),
     ("x", "0", "return 1 / x", "calling the function raises ZeroDivisionError"),
     ("", "", "try: return 1\nfinally: return 2", "assert (2) == 2"),
     ("x", "0", "while True:\n    try: x += 1\n    except: break\nreturn x", "more than 50 steps"),
@@ -523,7 +536,8 @@ NASTY = [
     ("n", "4", "k = 2\ndef g(x): return x * k\nk = 3\nreturn g(n)", RIGHT),
     ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nreturn y", ASSERTION),
     ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nz = 0\nreturn z", STATES),
-    ("", "", "n = 0\ndef g():\n    nonlocal n\n    n += 1\ng()\nreturn n", "its trace raises SyntaxError"),
+    ("x", "1", "try: return x + 1\nfinally: b = 3", "lines run after the return, in try/finally"),
+    ("", "", "n = 0\ndef g():\n    nonlocal n\n    n += 1\ng()\nreturn n", "no function around nonlocal"),
     ("", "", "x = 3\nreturn sorted(locals())", ASSERTION),
     ("list", "[1]", "for next in list: iter = next\nreturn iter", RIGHT),
     ("x", "3", "print(x, end='')\nreturn x", RIGHT),
@@ -542,7 +556,9 @@ NASTY = [
     # limits
     ("n", "3", "return 1 if n < 1 else n * f(n - 1)", "more than 1 call"),
     ("x", "'y'", "for i in range(9): x = x * 4\nreturn 1", "more than 12000 characters of state"),
-    ("", "", "x = '" + 999 * "y" + "'", "more than 1000 characters of code"),
+    ("", "", "x = '" + 999 * "y" + "'", "more than 1000 characters of trace"),
+    ("n", "2", "yield n", "its output is a generator"),
+    ("", "", "return float('nan')", "an output without a literal"),
     # a statement, or no statement, changes something on its way out; nothing of it is seen in the output
     ("xs", "[3]", "try: return xs.pop() / 0\nexcept ZeroDivisionError: return 1", STATES),
     ("", "", "log = []\ndef g():\n    yield 1\n    log.append(9)\nfor x in g(): z = x\nreturn 1", STATES),
@@ -574,7 +590,20 @@ AROUND = [                                            # the same, with all of th
      "def g(f):\n    return f + 1\nx = 1\nassert (g(x)) == 2"),
     ("def f(x):\n    return x\nONE = f(1)\nTWO = ONE + 1\ndef main():\n    print(f(2), TWO)\n"
      "if __name__ == '__main__':\n    main()\nK = 5", "3", "K = 5\nx = 3\nassert (x) == 3"),
-    ("def g(x):\n    return f(x - 1)\ndef f(x):\n    return x and g(x)", "2", NAME),
+    ("def g(x):\n    return f(x - 1)\ndef f(x):\n    return x and g(x)", "2", "more than 1 call"),
+    ("def label(g):\n    return g.__name__ + '!'\ndef f(n):\n    s = label(f)\n    return s * n", "2",
+     "def label(g):\n    return g.__name__ + '!'\ndef f(n):\n    s = label(f)\n    return s * n\nn = 2\ns = label(f)\n"
+     "assert (s * n) == 'f!f!'"),
+    ("def rows(n):\n    out = []\n    for f in range(n): out.append(f * f)\n    return out\ndef f(n):\n"
+     "    xs = rows(n)\n    return xs[-1]", "4", RIGHT),
+    ("n = 0\ndef tick():\n    global n\n    n += 1\n    return n\ndef f(k):\n    out = []\n"
+     "    while tick() < k: out.append(1)\n    return out + [n]", "3", RIGHT),
+    # methods
+    ("class Solution:\n    def twice(self, n: int) -> int:\n        m = n + n\n        return m", "Solution().twice(3)",
+     "class Solution:\n\n    def twice(self, n: int) -> int:\n        m = n + n\n        return m\nself, n = Solution(), 3\n"
+     "m = n + n\nassert (m) == 6"),
+    ("class C:\n    def __init__(self, k=2): self.k = k\n    def f2(self):\n        if self.grow(): pass\n"
+     "        return self.k\n    def grow(self):\n        self.k += 1\n        return self.k", "C(5).f2()", RIGHT),
     # the call
     ("def f(x, y):\n    return x - y", "f(y=1, x=3)", "x, y = 3, 1\nassert (x - y) == 2"),
     ("def f(x):\n    return x", "1 +", "the input raises SyntaxError"),
@@ -585,7 +614,12 @@ AROUND = [                                            # the same, with all of th
     ("def f(x):\r\n\tif x:\r\n\t\ty = '\t'\r\n\treturn y\r\n", "1", "x = 1\ny = '\t'\nassert (y) == '\\t'"),
     ("def g(x):\n    return 0\ndef h(x):\n    return x", "1",
      "def g(x):\n    return 0\nx = 1\nassert (x) == 1"),
-    ("async def f():\n    return 1", "", "no function: None"),
+    ("async def f():\n    return 1", "", "no such function at the top level of the code: no def there"),
+    ("f = lambda x: x", "1", "no such function"), ("if True:\n    def f(x): return x", "1", "no such function"),
+    ("\ufeffdef f(a):\n    return a", "1", "a = 1\nassert (a) == 1"),
+    ("def f(a):\n    return a", "1 # one", "a = 1\nassert (a) == 1"),
+    ("def f(a):\n    return a", "'#'", "a = '#'\nassert (a) == '#'"),
+    ("def f(a):\n    return a", "''.join(['b'])", "a = 'b'\nassert (a) == 'b'"),
 ]
 AROUND += [(f"def f({parameters}):\n    " + body.replace("\n", "\n    "), arguments, expected)
            for parameters, arguments, body, expected in NASTY]
@@ -689,15 +723,48 @@ def test_little_memory_is_an_error_of_the_command(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+ONCE = ["os.getpid()", "os.getcwd()", "int(time.time())", "id(None)", "len(sys.argv)", "time.localtime().tm_year",
+        "datetime.datetime.now().year", "datetime.date.today().year", "''.join(set('hello'))", "hash('abc')",
+        "[c for c in set('abcde')]", "len(os.sep)"]
+
+
+def test_what_holds_in_one_process_only_is_rejected(tmp_path):
+    """As an output, and as a state; the last of these holds everywhere."""
+    codes = [f"import os, sys, time, datetime\ndef f(x):\n    y = {value}\n    return {out}"
+             for value in ONCE for out in ("y", "x")]
+    calls = write(tmp_path / "calls.jsonl", [{"code": code, "input": "1"} for code in codes])
+    data.write_traces(calls, tmp_path / "out.jsonl")
+    why = Counter(row["reason"] for row in written(tmp_path / "out.rejected.jsonl"))
+    assert [row["id"] for row in written(tmp_path / "out.jsonl")] == [f"line {len(codes) - 1}", f"line {len(codes)}"]
+    assert why == {"another output or state in another process": len(codes) - 2}
+
+
+def test_a_child_cannot_write_into_the_file_of_traces(tmp_path):
+    code = ("import os\ndef f():\n    for i in range(3, 99):\n        try: os.write(i, b'{\"id\": \"forged\"}\\n')\n"
+            "        except OSError: pass\n    return 1")
+    calls = write(tmp_path / "calls.jsonl", [HONEST, {"code": code, "input": ""}, HONEST])
+    data.write_traces(calls, tmp_path / "out.jsonl")
+    assert [row["id"] for row in written(tmp_path / "out.jsonl")] == ["line 1", "line 3"]
+    assert [row["id"] for row in written(tmp_path / "out.rejected.jsonl")] == ["line 2"]
+
+
+def test_a_file_is_never_read_whole(tmp_path, monkeypatch):
+    calls, seen, honest = write(tmp_path / "calls.jsonl", [HONEST] * 120), [], data.calls_in
+    monkeypatch.setattr(data, "calls_in", lambda name, row: seen.append(name) or honest(name, row))
+    monkeypatch.setattr(data, "guarded", lambda *_, **__: seen.append("call") or {"reason": "no name: x"})
+    data.write_traces(calls, tmp_path / "out.jsonl")
+    assert seen.index("call") == 50 and seen.count("call") == 120 and len(written(tmp_path / "out.rejected.jsonl")) == 120
+
+
 def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
-    """Even of code whose output depends on how strings are hashed."""
-    code = "def f():\n    return ''.join({'a', 'b', 'c', 'dd', 'e'})"
+    """Even of code whose state depends on how strings are hashed."""
+    code = "def f():\n    x = ''.join({'a', 'b', 'c', 'dd', 'e'})\n    return 1"
     calls, found = write(tmp_path / "calls.jsonl", [{"code": code, "input": ""}, HONEST]), []
     for seed in "12":
         words = ["data.py", "trace", "--file", calls, "--allow-exec", "--out", tmp_path / f"{seed}.jsonl"]
         assert command(*words, cwd=HERE, env={**os.environ, "PYTHONHASHSEED": seed}).returncode == 0
         found.append((tmp_path / f"{seed}.jsonl").read_bytes())
-    assert found[0] == found[1] and len(written(tmp_path / "1.jsonl")) == 2
+    assert found[0] == found[1] and len(written(tmp_path / "1.jsonl")) == 1
     (tmp_path / "new.rejected.jsonl").write_text("kept")
     for out in calls, tmp_path / "1.jsonl", tmp_path / "new.jsonl":
         before = out.read_bytes() if out.exists() else None
@@ -716,12 +783,17 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
     counts = {"code": "import collections\ndef f(x):\n    return collections.Counter(x)", "input": "'aa'",
               "output": "{'a': 2}"}
     rows = ["", mbpp, {"code": "def f(): pass"}, HONEST, live, live | {"name": "f", "id": 9}, counts,
-            live | {"name": "g", "id": "g"}]
+            live | {"name": "g", "id": "g"}, HONEST | {"input": [1], "id": "l"}, HONEST | {"output": 2, "id": "n"},
+            {"code": "def c(xs: List[int]):\n    return sqrt(Counter(xs)[1]) + math.pi", "input": "c(xs = [1])",
+             "function_name": "c", "id": "c"}]
     path = write(tmp_path / "calls.jsonl", rows)
     data.write_traces(path, tmp_path / "out.jsonl")
     found = {row["id"]: row for row in written(tmp_path / "out.jsonl")}
     assert {name: row["output"] for name, row in found.items()} == {
-        "7/0": "3", "7/1": "'ab'", "7/5": "4", "line 4": "2", "line 5": "0", "9": "0", "line 7": "{'a': 2}"}
+        "7/0": "3", "7/1": "'ab'", "7/5": "4", "line 4": "2", "line 5": "0", "9": "0", "line 7": "{'a': 2}", "n": "2",
+        "c": "4.141592653589793"}
+    assert found["c"]["trace"].splitlines()[:4] == [
+        "from collections import Counter", "from typing import List", "import math", "from math import sqrt"]
     assert found["7/0"]["trace"] == ("import math\nclass Two:\n    x = 2\nroot = Two().x\na, b = 1, 2\n"
                                      "assert (a + b) == 3")
     for name, row in found.items():
@@ -729,10 +801,11 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
             check(row)
     test = "a test that is not assert name(input) == output"
     keys = "neither code and input, nor code and test_list"
+    listed = "input must be text, the arguments as Python source"
     rejected = written(tmp_path / "out.rejected.jsonl")
     assert {row["id"]: row["reason"] for row in rejected} == {
         "7/2": test, "7/3": "its output is not what the row says", "7/4": test, "line 3": keys,
-        "g": "no function: g"}
+        "g": "no such function at the top level of the code: g", "l": listed}
     for line in "{oops", "[1]", "id,code", [HONEST, HONEST], "\x1f\x8b", HONEST | {"id": 9}:
         before = write(path, [HONEST | {"id": "9"}, line]).read_bytes()
         with pytest.raises(data.BadInput, match="calls.jsonl, line 2: (give JSON lines|a second row with the id 9)"):
