@@ -2163,6 +2163,8 @@ def test_runs_have_folders_of_their_own():
     assert len(names) == 3 and max(map(len, names)) < 255
     assert train.folder_of(Config(seed=3)) == Path("out/deltanet-repl-seed=3")
     assert train.folder_of(Config(curriculum="9 8")) != train.folder_of(Config(curriculum="9:8"))
+    long = [train.folder_of(Config(trace_file=300 * "x" + end)).name for end in "ab"]
+    assert long[0] != long[1] and max(map(len, long)) < 200
     for f in fields(Config):                                              # a run is its settings
         other = "other" if f.type is str else 7 * f.default + 1
         same_name = train.folder_of(Config(**{f.name: other})).name == "deltanet-repl"

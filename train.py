@@ -264,12 +264,15 @@ def show(row):
 # One run
 
 def folder_of(cfg):
-    """out/model-task-setting=value-...: whatever is not at its default."""
+    """out/model-task-setting=value-...: whatever is not at its default. A long name ends in its hash."""
     words = [cfg.model, cfg.task]
     for f in fields(Config):
         if f.name not in ["model", "task", *ASIDE] and getattr(cfg, f.name) != f.default:
             words.append(f"{f.name}={getattr(cfg, f.name)}")
-    return Path(cfg.out) / re.sub(r"[^\w=.+-]+", "_", "-".join(words).replace(":", "-"))
+    name = re.sub(r"[^\w=.+-]+", "_", "-".join(words).replace(":", "-"))
+    if len(name) > 200:                                   # file systems allow 255 bytes
+        name = f"{name[:180]}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+    return Path(cfg.out) / name
 
 
 # The code as it was imported: an edit during a run does not change what runs. And git's commit, with + if files have
