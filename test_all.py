@@ -2484,6 +2484,12 @@ def test_a_mixer_that_sees_the_future_or_loses_its_state_is_wrong(tmp_path, monk
     assert wrong == ["prophet", "amnesiac"]
 
 
+@pytest.mark.parametrize("model", ALL)
+def test_no_honest_mixer_is_refused_however_many_layers_amplify_its_rounding(model):
+    for seed in (0, 1):
+        train.build(Config(model=model, seed=seed, n_layer=8, n_head=8, conv=0, curriculum="2x1", eval_at="2x1", device="cpu"))
+
+
 def test_a_task_that_draws_from_elsewhere_is_refused(tmp_path, monkeypatch, capsys):
     class Loose(Repl):
         def program(self, rng, stage, memory):
