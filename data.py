@@ -709,7 +709,8 @@ def mark(x, used, depth=3):
     """What tells an object from itself after a change. Nothing may tell an iterator: where it is used, it has changed."""
     with contextlib.suppress(Exception):                                  # as for a lambda
         return pickle.dumps(x)
-    inside = getattr(getattr(x, "gi_frame", None), "f_locals", None) or getattr(x, "__dict__", None)
+    inside = dict(enumerate(x)) if isinstance(x, (list, tuple)) else x if isinstance(x, dict) else (
+        getattr(getattr(x, "gi_frame", None), "f_locals", None) or getattr(x, "__dict__", None))
     if inside and depth:
         return {name: mark(y, used, depth - 1) for name, y in inside.items()}
     return object() if used and hasattr(x, "__next__") else repr(x)
@@ -723,9 +724,12 @@ class Tracer(ast.NodeTransformer):
     limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}       # P2 appendix A
 
     def __init__(self, source, function, call):
-        self.source, self.function, self.call = source, function, call
+        self.source, self.function, self.call, self.loops = source, function, call, 0
+        self.begin()
+
+    def begin(self):
         self.lines, self.states, self.last, self.end = [], [], "", {}
-        self.loops, self.calls, self.extra = 0, 0, 0                      # extra: lines that are no steps
+        self.calls, self.extra = 0, 0                                     # extra: lines that are no steps
         self.late = False                                                 # whether lines ran after the return
 
     def put_hooks(self):
@@ -789,6 +793,7 @@ class Tracer(ast.NodeTransformer):
     def enter(self, _, __, names):
         self.calls += 1
         self.check_limits()
+        names.pop("__class__", None)                                      # of a method that uses super
         values = self.arguments() | literals(names)
         if names.keys() - values.keys():
             raise Rejected("an argument without a literal")
@@ -800,7 +805,9 @@ class Tracer(ast.NodeTransformer):
         """{parameter: source of its argument or default}, used if it has no literal."""
         given, arguments = self.function.args, self.call.args
         if isinstance(self.call.func, ast.Attribute):                     # Solution().twice(3): self is Solution()
-            arguments = [self.call.func.value, *arguments]
+            of_class = "classmethod" in map(ast.unparse, self.function.decorator_list)
+            made = self.call.func.value
+            arguments = [made.func if of_class else made, *arguments]
         names = [x.arg for x in given.posonlyargs + given.args]
         nodes = dict(zip(reversed(names), reversed(given.defaults)))
         nodes |= dict(zip([x.arg for x in given.kwonlyargs], given.kw_defaults))
@@ -818,7 +825,8 @@ class Tracer(ast.NodeTransformer):
 
     def before(self, _, text, names):
         """{name: mark} of what a condition might change: locals, and globals but for functions and modules."""
-        names = {name: x for name, x in vars(sys.modules["traced"]).items() if not name.startswith("_")} | names
+        names = {name: x for name, x in vars(sys.modules["traced"]).items()
+                 if not re.match("__|_tracer|_locals", name)} | names
         return {name: mark(x, re.search(rf"\b{name}\b", text)) for name, x in names.items()
                 if not isinstance(x, (type, types.FunctionType, types.ModuleType))}
 
@@ -867,7 +875,7 @@ def names_in(statements):
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
                 read.add(step.argval)
-            elif step.opname == "STORE_NAME" and code is codes[0]:
+            elif step.opname == "STORE_GLOBAL" or step.opname == "STORE_NAME" and code is codes[0]:
                 made.add(step.argval)
     return read, made
 
@@ -887,21 +895,24 @@ def around(tree, function, itself):
 
 def find_call(tree, call):
     """-> the function or method that is called, the call as text, and as a syntax tree. Raises Rejected."""
-    functions = {x.name: ("", x) for x in tree.body if isinstance(x, ast.FunctionDef)}
-    methods = {x.name: (f"{owner.name}().", x) for owner in tree.body if isinstance(owner, ast.ClassDef)
+    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
+    methods = {(owner.name, x.name): x for owner in tree.body if isinstance(owner, ast.ClassDef)
                for x in owner.body if isinstance(x, ast.FunctionDef)}
     with blame("the input"):
         given = ast.parse(f"_({call['input']}\n)", mode="eval").body
-    whole = given.args[0] if len(given.args) == 1 and not given.keywords else None
-    whole = whole.func if isinstance(whole, ast.Call) else None           # what is called, if the input is a call
-    by_default = "f" if "f" in functions else [None, *functions][-1]
-    name = call.get("name") or (whole.attr if getattr(whole, "attr", None) in methods else by_default)
-    if name not in functions and name not in methods:
-        raise Rejected(f"no such function at the top level of the code: {name or 'no def there'}")
-    place, function = functions.get(name) or methods[name]
-    called = f"{place}{name}({call['input']})"
-    if getattr(whole, "attr" if place else "id", None) == name:
-        called = ast.unparse(given.args[0])
+    name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
+    owners = [owner for owner, method in methods if method == name and name not in functions]
+    match given:
+        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if inner == name in functions:
+            return functions[name], ast.unparse(whole), whole
+        case ast.Call(args=[ast.Call(func=ast.Attribute(ast.Call(func=ast.Name(id=owner)), inner)) as whole]) if (
+                (owner, inner) in methods and "f" not in functions and call.get("name") in (None, inner)):
+            return methods[owner, inner], ast.unparse(whole), whole
+    if not owners and name not in functions:
+        what = name or ("give the name of a method" if methods else "no def there")
+        raise Rejected(f"no such function at the top level of the code: {what}")
+    function = methods[owners[-1], name] if owners else functions[name]
+    called = f"{owners[-1]}().{name}({call['input']})" if owners else f"{name}({call['input']})"
     with contextlib.suppress(SyntaxError):
         return function, called, ast.parse(called, mode="eval").body
     expression = ast.parse(f"{called[:-1]}\n)", mode="eval").body         # a comment ends the input
@@ -917,6 +928,8 @@ def unroll(call, itself=False):
     -> a row {"id", "source", "call", "output", "trace", "states", "end", "steps"}. Raises Rejected."""
     source = call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     with blame("the code"):
+        if call.get("imports"):
+            source = with_imports(source)
         tree = ast.parse(source)
     function, called, expression = find_call(tree, call)
     with blame("the code"):
@@ -926,7 +939,9 @@ def unroll(call, itself=False):
     before = [tracer.text(x) for x in kept]
     tracer.put_hooks()
     try:                                                                  # first: hooks end endless loops
-        again = eval(called, execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals))
+        memory = execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals)
+        tracer.begin()                                                    # the code itself may have called it
+        again = eval(called, memory)
         tracer.check_limits()                                             # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
         failure = error.with_traceback(None)                              # raised below, if it is ours
@@ -946,6 +961,8 @@ def unroll(call, itself=False):
     with blame("its trace"):
         if not failure and literal(again) != literal(value):
             raise Rejected("another output in another run")
+        if not failure and not tracer.calls:
+            raise Rejected("the function itself is not called, as where a decorator or a subclass replaces it")
         tracer.last = f"assert ({tracer.last}) == {output}"
         trace = "\n".join([*before, *tracer.lines, tracer.last])
         try:
@@ -967,10 +984,10 @@ def reason_for(error, tracer):
              or isinstance(x, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and x.name]
     if isinstance(error, SyntaxError) and "nonlocal" in error.msg:
         return Rejected("its trace has no function around nonlocal")
-    if not isinstance(error, NameError) and str(error) != "its trace has other states":
-        return error
     if tracer.late:
         return Rejected("lines run after the return, in try/finally")
+    if not isinstance(error, NameError) and str(error) != "its trace has other states":
+        return error
     return Rejected("with ... as, except ... as or match binds a name in no line of its trace") if binds else error
 
 
@@ -1062,8 +1079,9 @@ def try_guard():
 
 
 def agree(rows):
-    """For each [trace, states, end], whether `replay` finds the same states."""
+    """For each [trace, states, end], whether `replay` finds the same states, also in a folder that is not empty."""
     found = []
+    open("another file", "w").close()
     for row in rows:
         try:
             found.append(replay(*row) is None)
@@ -1076,11 +1094,16 @@ def witness():
     """Answer each line of standard input, a list in JSON, as `agree` does, three years later. What fails beside others
     is tried alone."""
     now, today = time.time, datetime.datetime
-    time.time = lambda: now() + 1e8
-    later = {"now": classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))}
-    datetime.datetime = type("datetime", (today,), later)
+    time.time, time.time_ns = (lambda: now() + 1e8), (lambda: int(1e9 * time.time()))
+    later = {"now": classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz)),
+             "utcnow": classmethod(lambda cls: cls.utcfromtimestamp(time.time()))}
+    datetime.datetime = type("datetime.datetime", (today,), later)        # the name is for repr
     for name in "localtime", "gmtime", "ctime":
         setattr(time, name, lambda at=None, f=getattr(time, name): f(time.time() if at is None else at))
+    for name in "strftime", "asctime":
+        setattr(time, name, lambda *given, f=getattr(time, name), most=1 + (name == "strftime"): f(
+            *given, *[time.localtime()] * (len(given) < most)))
+    os.environ.clear()
     for line in sys.stdin:
         rows = json.loads(line)
         found = guarded(agree, rows)
@@ -1134,30 +1157,29 @@ def calls_in(name, row):
             code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
             call = {"code": "\n".join(code)}
             return [call | {"id": f"{name}/{i}"} | parts(test, call["code"])
-                    for i, test in enumerate(row["test_list"])]
+                    for i, test in enumerate(row["test_list"])] or [{"id": name, "reason": "an empty test_list"}]
         code, given, output = row["code"] + "", row["input"], row.get("output")
         if not isinstance(given, str):
             return [{"id": name, "reason": "input must be text, the arguments as Python source"}]
-        if "function_name" in row:
-            code = imports(code) + code
         output = output if output is None or isinstance(output, str) else repr(output)
         return [{"id": name, "code": code, "input": given, "name": row.get("name", row.get("function_name")),
-                 "output": output}]
+                 "output": output, "imports": "function_name" in row}]
     except (AttributeError, KeyError, TypeError):
         return [{"id": name, "reason": "neither code and input, nor code and test_list"}]
 
 
-MODULES = "typing statistics copy re random operator string bisect heapq math functools itertools collections".split()
+MODULES = ("typing statistics copy re random operator string bisect heapq math functools itertools collections "
+           "datetime io json sys").split()
 
 
-def imports(code):
-    """What LiveCodeBench's grader imports before a program: here, only the names that it needs. -> source"""
+def with_imports(code):
+    """A program with the imports that LiveCodeBench's grader puts before it, as far as it needs them."""
     homes = {name: f"from {module.__name__} import {name}\n" for module in map(importlib.import_module, MODULES)
              for name in getattr(module, "__all__", dir(module))} | {name: f"import {name}\n" for name in MODULES}
-    with contextlib.suppress(SyntaxError):
-        read, made = names_in(ast.parse(code).body)
-        return "".join(homes[name] for name in sorted(read - made - {*dir(builtins)}) if name in homes)
-    return ""
+    read, made = names_in(ast.parse(code).body)
+    lines = "".join(homes[name] for name in sorted(read - made - {*dir(builtins)}) if name in homes)
+    future = re.match("(from __future__ .*\n)*", code)[0]                # stays first
+    return future + lines + code.removeprefix(future)
 
 
 def parts(test, code):
@@ -1174,8 +1196,10 @@ def write_traces(path, out, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
     Ctrl-C, both files are whole. Raises BadInput or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
-    for _ in read_rows(path):                               # a bad line is refused before anything is written
-        pass
+    names = Counter(call["id"] for name, row in read_rows(path) for call in calls_in(name, row))
+    for name, times in names.most_common(1):                # refused before anything is written, as is a bad line
+        if times > 1:
+            raise BadInput(f"{path}: two calls with the id {name}")
     witnesses = start_witnesses()
     calls = (call for name, row in read_rows(path) for call in calls_in(name, row))
     with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
@@ -1192,11 +1216,11 @@ def write_traces(path, out, seconds=3):
                         good.write(json.dumps(row) + "\n")
                     counts[row.get("reason", "kept").partition(":")[0]] += 1
         finally:
-            for process in witnesses:
-                process.communicate()
             print(f"{counts['kept']} traces in {out}; rejected calls, and why, in {rejected}")
             for reason, n in counts.most_common():
                 print(f"{n:6d}  {reason}")
+            for process in witnesses:
+                process.communicate()
 
 
 def read_traces(path):

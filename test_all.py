@@ -598,12 +598,28 @@ AROUND = [                                            # the same, with all of th
      "    xs = rows(n)\n    return xs[-1]", "4", RIGHT),
     ("n = 0\ndef tick():\n    global n\n    n += 1\n    return n\ndef f(k):\n    out = []\n"
      "    while tick() < k: out.append(1)\n    return out + [n]", "3", RIGHT),
+    ("_n = 0\ndef inc():\n    global _n\n    _n += 1\n    return _n\ndef f(x):\n    while inc() < 3: x += 1\n"
+     "    return x + _n", "3", RIGHT),
+    ("def f(x):\n    g = [iter(x), (i for i in x)]\n    if next(g[1]) == 1: return list(g[1])", "[1, 2]", RIGHT),
+    ("def f(x):\n    try:\n        y = 1\n        return y\n    finally: y = 2", "0", "in try/finally"),
     # methods
     ("class Solution:\n    def twice(self, n: int) -> int:\n        m = n + n\n        return m", "Solution().twice(3)",
      "class Solution:\n\n    def twice(self, n: int) -> int:\n        m = n + n\n        return m\nself, n = Solution(), 3\n"
      "m = n + n\nassert (m) == 6"),
     ("class C:\n    def __init__(self, k=2): self.k = k\n    def f2(self):\n        if self.grow(): pass\n"
      "        return self.k\n    def grow(self):\n        self.k += 1\n        return self.k", "C(5).f2()", RIGHT),
+    ("class A:\n    def get(self):\n        return ()\nclass B:\n    def get(self):\n        return 7", "A().get()",
+     "class A:\n\n    def get(self):\n        return ()\nclass B:\n\n    def get(self):\n        return 7\nself = A()\n"
+     "assert (()) == ()"),
+    ("class A:\n    def go(self, x): return x\nclass B(A):\n    def go(self, x): return super().go(x) + 1", "B().go(2)",
+     "its trace raises RuntimeError"),
+    ("class P:\n    def get(self): return 5\ndef f(x):\n    return x + 1", "P().get()", "class P:\n\n    def get(self):\n"
+     "        return 5\nx = 5\nassert (x + 1) == 6"),
+    ("class C:\n    k = 3\n    @classmethod\n    def make(cls, n): return cls.__name__ * n", "C().make(2)", RIGHT),
+    ("class C:\n    def make(self, n):\n        m = n\n        return m\nprint(C().make(2))", "C().make(3)", RIGHT),
+    ("class C:\n    def make(self): pass", "1", "the code: give the name of a method"),
+    ("import functools\ndef twice(g):\n    def h(x): return 7\n    return h\n@twice\ndef f(x): return x", "1",
+     "the function itself is not called"),
     # the call
     ("def f(x, y):\n    return x - y", "f(y=1, x=3)", "x, y = 3, 1\nassert (x - y) == 2"),
     ("def f(x):\n    return x", "1 +", "the input raises SyntaxError"),
@@ -725,7 +741,9 @@ def test_little_memory_is_an_error_of_the_command(tmp_path):
 
 ONCE = ["os.getpid()", "os.getcwd()", "int(time.time())", "id(None)", "len(sys.argv)", "time.localtime().tm_year",
         "datetime.datetime.now().year", "datetime.date.today().year", "''.join(set('hello'))", "hash('abc')",
-        "[c for c in set('abcde')]", "len(os.sep)"]
+        "[c for c in set('abcde')]", "os.listdir()", "os.environ.get('HOME')", "time.strftime('%Y')",
+        "datetime.datetime.utcnow().year", "time.time_ns() // 10**16",
+        "repr(datetime.datetime(2020, 1, x)) + time.strftime('%Y', time.gmtime(x))"]
 
 
 def test_what_holds_in_one_process_only_is_rejected(tmp_path):
@@ -753,7 +771,7 @@ def test_a_file_is_never_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "calls_in", lambda name, row: seen.append(name) or honest(name, row))
     monkeypatch.setattr(data, "guarded", lambda *_, **__: seen.append("call") or {"reason": "no name: x"})
     data.write_traces(calls, tmp_path / "out.jsonl")
-    assert seen.index("call") == 50 and seen.count("call") == 120 and len(written(tmp_path / "out.rejected.jsonl")) == 120
+    assert seen[120:].index("call") == 50 and seen.count("call") == 120 and len(written(tmp_path / "out.rejected.jsonl")) == 120
 
 
 def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
@@ -785,13 +803,17 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
     rows = ["", mbpp, {"code": "def f(): pass"}, HONEST, live, live | {"name": "f", "id": 9}, counts,
             live | {"name": "g", "id": "g"}, HONEST | {"input": [1], "id": "l"}, HONEST | {"output": 2, "id": "n"},
             {"code": "def c(xs: List[int]):\n    return sqrt(Counter(xs)[1]) + math.pi", "input": "c(xs = [1])",
-             "function_name": "c", "id": "c"}]
+             "function_name": "c", "id": "c"},
+            {"code": "from __future__ import annotations\ndef k(xs: Lots):\n    heapify(xs)\n    return xs", "input": "[2, 1]",
+             "function_name": "k", "id": "k"},
+            {"code": "def f(x):\n    return " + "-" * 20000 + "x", "input": "1", "function_name": "f", "id": "deep"},
+            {"code": "def f(x): return x", "test_list": [], "id": "none"}]
     path = write(tmp_path / "calls.jsonl", rows)
     data.write_traces(path, tmp_path / "out.jsonl")
     found = {row["id"]: row for row in written(tmp_path / "out.jsonl")}
     assert {name: row["output"] for name, row in found.items()} == {
         "7/0": "3", "7/1": "'ab'", "7/5": "4", "line 4": "2", "line 5": "0", "9": "0", "line 7": "{'a': 2}", "n": "2",
-        "c": "4.141592653589793"}
+        "c": "4.141592653589793", "k": "[1, 2]"}
     assert found["c"]["trace"].splitlines()[:4] == [
         "from collections import Counter", "from typing import List", "import math", "from math import sqrt"]
     assert found["7/0"]["trace"] == ("import math\nclass Two:\n    x = 2\nroot = Two().x\na, b = 1, 2\n"
@@ -805,7 +827,11 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
     rejected = written(tmp_path / "out.rejected.jsonl")
     assert {row["id"]: row["reason"] for row in rejected} == {
         "7/2": test, "7/3": "its output is not what the row says", "7/4": test, "line 3": keys,
-        "g": "no such function at the top level of the code: g", "l": listed}
+        "g": "no such function at the top level of the code: g", "l": listed, "none": "an empty test_list",
+        "deep": "the code raises MemoryError"}
+    write(path, [HONEST | {"id": "9/0"}, mbpp | {"task_id": 9}])
+    with pytest.raises(data.BadInput, match="calls.jsonl: two calls with the id 9/0"):
+        data.write_traces(path, tmp_path / "new.jsonl")
     for line in "{oops", "[1]", "id,code", [HONEST, HONEST], "\x1f\x8b", HONEST | {"id": 9}:
         before = write(path, [HONEST | {"id": "9"}, line]).read_bytes()
         with pytest.raises(data.BadInput, match="calls.jsonl, line 2: (give JSON lines|a second row with the id 9)"):
