@@ -705,14 +705,19 @@ def state_text(state):
     return ", ".join(f"{name}={text}" for name, text in state.items())
 
 
-def mark(x, used, depth=3):
-    """What tells an object from itself after a change. Nothing may tell an iterator: where it is used, it has changed."""
-    with contextlib.suppress(Exception):                                  # as for a lambda
+def snapshot(x, used, depth=3):
+    """It differs if the object has changed. used: the condition names it; an iterator that cannot be inspected then
+    counts as changed."""
+    with contextlib.suppress(Exception):                                  # a lambda cannot be pickled
         return pickle.dumps(x)
-    inside = dict(enumerate(x)) if isinstance(x, (list, tuple)) else x if isinstance(x, dict) else (
-        getattr(getattr(x, "gi_frame", None), "f_locals", None) or getattr(x, "__dict__", None))
+    if isinstance(x, (list, tuple)):
+        inside = dict(enumerate(x))
+    elif isinstance(x, dict):
+        inside = x
+    else:
+        inside = getattr(getattr(x, "gi_frame", None), "f_locals", None) or getattr(x, "__dict__", None)
     if inside and depth:
-        return {name: mark(y, used, depth - 1) for name, y in inside.items()}
+        return {name: snapshot(y, used, depth - 1) for name, y in inside.items()}
     return object() if used and hasattr(x, "__next__") else repr(x)
 
 
@@ -725,9 +730,9 @@ class Tracer(ast.NodeTransformer):
 
     def __init__(self, source, function, call):
         self.source, self.function, self.call, self.loops = source, function, call, 0
-        self.begin()
+        self.reset()
 
-    def begin(self):
+    def reset(self):
         self.lines, self.states, self.last, self.end = [], [], "", {}
         self.calls, self.extra = 0, 0                                     # extra: lines that are no steps
         self.late = False                                                 # whether lines ran after the return
@@ -824,10 +829,10 @@ class Tracer(ast.NodeTransformer):
         return value
 
     def before(self, _, text, names):
-        """{name: mark} of what a condition might change: locals, and globals but for functions and modules."""
+        """{name: snapshot} of locals and globals, but for classes, functions and modules."""
         names = {name: x for name, x in vars(sys.modules["traced"]).items()
                  if not re.match("__|_tracer|_locals", name)} | names
-        return {name: mark(x, re.search(rf"\b{name}\b", text)) for name, x in names.items()
+        return {name: snapshot(x, re.search(rf"\b{name}\b", text)) for name, x in names.items()
                 if not isinstance(x, (type, types.FunctionType, types.ModuleType))}
 
     def test(self, before_and_value, text, names):
@@ -880,9 +885,9 @@ def names_in(statements):
     return read, made
 
 
-def around(tree, function, itself):
-    """The statements of a program without a function, what needs it, and `if __name__`. itself: with functions and
-    classes that need it, and the function, as where it passes itself on."""
+def around(tree, function, keep_defs):
+    """The program's statements that need neither `function`, directly or indirectly, nor `__name__`. keep_defs: with
+    all functions and classes, `function` included, as for a function that passes itself on."""
     gone, kept = {function.name} if function in tree.body else set(), []
     for statement in tree.body:
         read, made = names_in([statement])
@@ -890,7 +895,7 @@ def around(tree, function, itself):
             gone |= made
         else:
             kept.append(statement)
-    return [x for x in tree.body if x in kept or itself and isinstance(x, (ast.FunctionDef, ast.ClassDef))]
+    return [x for x in tree.body if x in kept or keep_defs and isinstance(x, (ast.FunctionDef, ast.ClassDef))]
 
 
 def find_call(tree, call):
@@ -902,15 +907,17 @@ def find_call(tree, call):
         given = ast.parse(f"_({call['input']}\n)", mode="eval").body
     name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
     owners = [owner for owner, method in methods if method == name and name not in functions]
-    match given:
-        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if inner == name in functions:
+    match given:                                                          # f(...), or Class().method(...)?
+        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if (
+                inner == name and name in functions):
             return functions[name], ast.unparse(whole), whole
         case ast.Call(args=[ast.Call(func=ast.Attribute(ast.Call(func=ast.Name(id=owner)), inner)) as whole]) if (
                 (owner, inner) in methods and "f" not in functions and call.get("name") in (None, inner)):
             return methods[owner, inner], ast.unparse(whole), whole
     if not owners and name not in functions:
-        what = name or ("give the name of a method" if methods else "no def there")
-        raise Rejected(f"no such function at the top level of the code: {what}")
+        if methods and not name:
+            raise Rejected("no function at the top level of the code, but methods: give a name")
+        raise Rejected(f"no such function at the top level of the code: {name or 'no def there'}")
     function = methods[owners[-1], name] if owners else functions[name]
     called = f"{owners[-1]}().{name}({call['input']})" if owners else f"{name}({call['input']})"
     with contextlib.suppress(SyntaxError):
@@ -919,12 +926,13 @@ def find_call(tree, call):
     return function, ast.unparse(expression), expression
 
 
-def unroll(call, itself=False):
+def unroll(call, keep_defs=False):
     """Run a call and write it down (P2 section 2). Executes code: see `guarded`.
 
     There are three runs: with hooks; as it is, for the output; and of the trace, to compare the states.
-    call: {"id", "code", "input"}, optional "output" and "name" (by default f, else the last function). The input
-    is the arguments, or the whole call. A method is called on Class(), or as the input says: Class().method(3).
+    call: {"id", "code", "input"}, optional "output", "name" (by default f, else the last function), "imports" (see
+    `with_imports`). The input is the arguments, or the whole call. A method is called on Class(), or as the input
+    says: Class().method(3). keep_defs: see `around`.
     -> a row {"id", "source", "call", "output", "trace", "states", "end", "steps"}. Raises Rejected."""
     source = call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     with blame("the code"):
@@ -933,18 +941,19 @@ def unroll(call, itself=False):
         tree = ast.parse(source)
     function, called, expression = find_call(tree, call)
     with blame("the code"):
-        kept, failure, again = around(tree, function, itself), None, None
+        kept = around(tree, function, keep_defs)
     tree.body = [x for x in tree.body if x in kept or x is function]
     tracer = Tracer(source, function, expression)
-    before = [tracer.text(x) for x in kept]
+    texts = [tracer.text(x) for x in kept]                                # before there are hooks in them
     tracer.put_hooks()
+    hooked = failure = None
     try:                                                                  # first: hooks end endless loops
         memory = execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals)
-        tracer.begin()                                                    # the code itself may have called it
-        again = eval(called, memory)
+        tracer.reset()                                                    # the code itself may have called it
+        hooked = eval(called, memory)
         tracer.check_limits()                                             # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
-        failure = error.with_traceback(None)                              # raised below, if it is ours
+        failure = error.with_traceback(None)                              # raised below, if the plain run succeeds
     with blame("the code"):
         memory = execute(source)
     with blame("calling the function"):
@@ -959,20 +968,20 @@ def unroll(call, itself=False):
     if output is None:
         raise Rejected("an output without a literal")
     with blame("its trace"):
-        if not failure and literal(again) != literal(value):
+        if not failure and literal(hooked) != literal(value):
             raise Rejected("another output in another run")
         if not failure and not tracer.calls:
             raise Rejected("the function itself is not called, as where a decorator or a subclass replaces it")
         tracer.last = f"assert ({tracer.last}) == {output}"
-        trace = "\n".join([*before, *tracer.lines, tracer.last])
+        tracer.check_limits()
+        trace = "\n".join([*texts, *tracer.lines, tracer.last])
         try:
             if failure:
                 raise failure
-            tracer.check_limits()
             replay(trace, tracer.states, tracer.end)
         except (Exception, Rejected) as error:
-            if isinstance(error, NameError) and not itself:
-                return unroll(call, itself=True)
+            if isinstance(error, NameError) and not keep_defs:            # perhaps of a def that was left out
+                return unroll(call, keep_defs=True)
             raise reason_for(error, tracer)
     return {"id": call["id"], "source": source, "call": called, "output": output, "trace": trace,
             "states": tracer.states, "end": tracer.end, "steps": len(tracer.lines) - tracer.extra}
@@ -980,15 +989,15 @@ def unroll(call, itself=False):
 
 def reason_for(error, tracer):
     """Why a trace fails, if that can be said; else the error."""
-    binds = [x for x in ast.walk(tracer.function) if getattr(x, "optional_vars", None) or getattr(x, "rest", None)
-             or isinstance(x, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and x.name]
     if isinstance(error, SyntaxError) and "nonlocal" in error.msg:
         return Rejected("its trace has no function around nonlocal")
     if tracer.late:
         return Rejected("lines run after the return, in try/finally")
-    if not isinstance(error, NameError) and str(error) != "its trace has other states":
-        return error
-    return Rejected("with ... as, except ... as or match binds a name in no line of its trace") if binds else error
+    binds = [x for x in ast.walk(tracer.function) if getattr(x, "optional_vars", None) or getattr(x, "rest", None)
+             or isinstance(x, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and x.name]
+    if binds and isinstance(error, (NameError, Rejected)):
+        return Rejected("with ... as, except ... as or match binds a name in no line of its trace")
+    return error
 
 
 def replay(trace, states, end):
@@ -998,7 +1007,7 @@ def replay(trace, states, end):
     tree.body[first:] = see + [statement for line in tree.body[first:] for statement in (line, *see)]
     execute(ast.fix_missing_locations(tree), __name__="__main__", _locals=locals,
             _see=lambda names: seen.append(literals(names)))
-    others, states = seen.pop(0), [*states, end]                          # others: around the function
+    others, states = seen.pop(0), [*states, end]                          # others: globals before the function's lines
     variables = {name for state in states for name in state} - others.keys()
     for state, found in zip(states, seen):
         if {name: found[name] for name in found if name in variables or name in state} != state:
@@ -1032,7 +1041,7 @@ def limited(folder, file, seconds, work, arguments):
         for descriptor in 0, 1, 2:
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
         for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, file.fileno()}:
-            with contextlib.suppress(OSError):              # of listdir, which is closed
+            with contextlib.suppress(OSError):              # listdir's own descriptor, closed already
                 os.close(descriptor)
         os.fork = None                                      # no fork bomb by accident
         random.seed(0)
@@ -1046,8 +1055,8 @@ def limited(folder, file, seconds, work, arguments):
 
 
 def guarded(work, *arguments, seconds=3):
-    """work(*arguments) in a forked process with limits. -> what it returns, which JSON must be able to hold,
-    or {"reason"} if there is nothing. Raises OSError if there can be no such process."""
+    """work(*arguments) in a forked process with limits: so many seconds of CPU, four times that of the clock. -> what
+    it returns, which JSON must be able to hold, or {"reason"}. Raises OSError if there can be no such process."""
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile("w+") as file):
         context = multiprocessing.get_context("fork")
@@ -1091,8 +1100,8 @@ def agree(rows):
 
 
 def witness():
-    """Answer each line of standard input, a list in JSON, as `agree` does, three years later. What fails beside others
-    is tried alone."""
+    """Answer each line of standard input, a list in JSON, as `agree` does, with the clock set three years ahead. What
+    fails beside others is tried alone."""
     now, today = time.time, datetime.datetime
     time.time, time.time_ns = (lambda: now() + 1e8), (lambda: int(1e9 * time.time()))
     later = {"now": classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz)),
@@ -1100,7 +1109,7 @@ def witness():
     datetime.datetime = type("datetime.datetime", (today,), later)        # the name is for repr
     for name in "localtime", "gmtime", "ctime":
         setattr(time, name, lambda at=None, f=getattr(time, name): f(time.time() if at is None else at))
-    for name in "strftime", "asctime":
+    for name in "strftime", "asctime":                      # the last argument, a time, may be left out
         setattr(time, name, lambda *given, f=getattr(time, name), most=1 + (name == "strftime"): f(
             *given, *[time.localtime()] * (len(given) < most)))
     os.environ.clear()
@@ -1120,7 +1129,7 @@ def start_witnesses():
 
 
 def confirmed(rows, witnesses):
-    """For each row, whether its trace has the same states in other processes."""
+    """For each row, whether its trace has the same states in other processes. Removes "end" from the rows."""
     asked = json.dumps([[row["trace"], row["states"], row.pop("end")] for row in rows])
     with contextlib.suppress(BrokenPipeError):
         for process in witnesses:
@@ -1183,7 +1192,7 @@ def with_imports(code):
 
 
 def parts(test, code):
-    """MBPP's `assert name(input) == output` -> these three, else {"reason"} (P2 appendix A)."""
+    """MBPP's `assert name(input) == output` -> name, input (the whole call), output, else {"reason"} (appendix A)."""
     with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
         [line] = ast.parse(test.strip()).body
         [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
@@ -1192,16 +1201,21 @@ def parts(test, code):
     return {"reason": "a test that is not assert name(input) == output"}
 
 
+def calls_of(path):
+    """Yield the calls of a file."""
+    for name, row in read_rows(path):
+        yield from calls_in(name, row)
+
+
 def write_traces(path, out, seconds=3):
     """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
-    Ctrl-C, both files are whole. Raises BadInput or OSError."""
+    Ctrl-C, both files hold whole lines. Raises BadInput or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
-    names = Counter(call["id"] for name, row in read_rows(path) for call in calls_in(name, row))
-    for name, times in names.most_common(1):                # refused before anything is written, as is a bad line
-        if times > 1:
+    for name, times in Counter(call["id"] for call in calls_of(path)).items():
+        if times > 1:                                       # refused before anything is written, as is a bad line
             raise BadInput(f"{path}: two calls with the id {name}")
     witnesses = start_witnesses()
-    calls = (call for name, row in read_rows(path) for call in calls_in(name, row))
+    calls = calls_of(path)
     with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
         try:
             while batch := [*islice(calls, 50)]:

@@ -617,7 +617,7 @@ AROUND = [                                            # the same, with all of th
      "        return 5\nx = 5\nassert (x + 1) == 6"),
     ("class C:\n    k = 3\n    @classmethod\n    def make(cls, n): return cls.__name__ * n", "C().make(2)", RIGHT),
     ("class C:\n    def make(self, n):\n        m = n\n        return m\nprint(C().make(2))", "C().make(3)", RIGHT),
-    ("class C:\n    def make(self): pass", "1", "the code: give the name of a method"),
+    ("class C:\n    def make(self): pass", "1", "but methods: give a name"),
     ("import functools\ndef twice(g):\n    def h(x): return 7\n    return h\n@twice\ndef f(x): return x", "1",
      "the function itself is not called"),
     # the call
