@@ -43,6 +43,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
 if not torch.cuda.is_available():                # without a GPU, kernels run in Triton's interpreter
@@ -1727,19 +1728,22 @@ def test_the_loss_is_what_a_loop_over_tokens_says(task, stage):
     for name, values in (("next", following), ("reveal", asked), ("state", states)):
         assert terms[name].item() == pytest.approx(np.mean(values), rel=1e-5)
     answers = np.split(np.array(right), 4)
-    assert score.tolist() == [[all(answer)] if task.whole else answer.tolist() for answer in answers]
+    assert [row[~row.isnan()].tolist() for row in score] == [[all(x)] if task.whole else x.tolist() for x in answers]
+    if not task.whole:
+        assert torch.equal(~score.isnan(), batch.asked)
 
 
 def test_an_answer_counts_only_if_all_states_in_the_text_before_it_are_right():
     task = Repl(3, states="text")
     batch = batch_of(task, Stage(6, 2), 4)
     right = torch.ones_like(batch.asked)
-    assert train.answers(task, batch, right).all()
+    assert train.answers(task, batch, right).nanmean() == 1
     second = batch.asked[1].nonzero()[1]
     between = (batch.state_in_text[1] & (torch.arange(right.shape[1]) > second)).nonzero()[0]
     right[1, between] = False                                             # a state after the second answer
     right[2, batch.asked[2].nonzero()[1]] = False                         # the second answer itself
-    assert train.answers(task, batch, right).tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]]
+    found = train.answers(task, batch, right)[batch.asked].view(4, 3)
+    assert found.tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]]
 
 
 class Executes(torch.nn.Module):
@@ -2240,6 +2244,46 @@ def test_the_bar_shows_the_stage_and_no_end_that_nobody_knows(tmp_path, monkeypa
     assert bars == [*[("stage 3x1, 100% right", None)] * 10, *[(two, None)] * 11, *[(two, 160 + 32)] * 3]
 
 
+def test_with_advance_0_a_stage_ends_by_its_number_of_traces_alone(tmp_path, monkeypatch):
+    losses = train.losses
+    monkeypatch.setattr(train, "losses", lambda *args: (losses(*args)[0], torch.ones(1)))          # all right
+    for advance, ends in ((0.9, [80, 160]), (0, [120, 240])):
+        go(tmp_path / str(advance), "--curriculum", "3x1 4x1", "--max-samples", 400, "--stage-samples", 120,
+           "--advance", advance)
+        assert [row["samples"] for row in result_of(only(tmp_path / str(advance)))["passed"]] == ends
+
+
+def test_micro_batches_give_the_gradient_and_the_accuracy_of_the_whole_batch(tmp_path, monkeypatch):
+    clip, seen = torch.nn.utils.clip_grad_norm_, {}
+
+    def watched(parameters, most):
+        parameters = list(parameters)
+        seen.setdefault(parts, [p.grad.clone() for p in parameters])      # of the first step
+        return clip(parameters, most)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watched)
+    accuracies = []
+    for parts in (1, 4):
+        go(tmp_path / str(parts), "--max-samples", 8, "--micro-batches", parts)
+        saved = torch.load(only(tmp_path / str(parts)) / "ckpt.pt", weights_only=True)
+        accuracies.append(saved["at"]["recent"])
+    assert accuracies[0] == pytest.approx(accuracies[1])
+    for whole, in_parts in zip(*seen.values()):
+        torch.testing.assert_close(whole, in_parts, rtol=1e-4, atol=1e-7)
+
+
+def test_without_a_state_head_losses_and_gradients_never_wait_for_the_device():
+    """Fake tensors have no values: whatever needs one on the host, as an index by a mask does, raises."""
+    cfg, task, [stage], _, lm = train.build(Config(states="none", curriculum="4x1", device="cpu"))
+    batch = batch_of(task, stage, 4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = train.to_tensors(batch, "cpu")
+        terms, right = train.losses(task, lm, tensors)
+        sum(terms.values()).backward()
+        assert right.nanmean().shape == ()
+        with pytest.raises(DynamicOutputShapeException):
+            right[tensors.asked]
+
+
 def test_torchrun_shares_a_grid_among_its_processes(tmp_path):
     done = command("-m", "torch.distributed.run", "--nproc-per-node", 2, HERE / "train.py", *TINY,
                    "--seed", "0,1,2", "--out", tmp_path)
@@ -2406,7 +2450,8 @@ BAD = {
     "--task parity --curriculum 8:²": "write 8:M",
     "--lr 0.1": "Is it --learning-rate?",
     "--seed 0 1": "1: no such setting, --help lists all",
-    "--advance 90": "at most 1",
+    "--advance 90": "at most 1", "--advance 0": "--advance 0: give --stage-samples, too",
+    "--micro-batches 3": "--micro-batches 3: give a divisor of --batch-size",
     "--n_layers=2": "Is it --n-layer?",
     "--batch 4": "Is it --batch-size?",
     "--curriculum 4,8": "write LENGTHxSPACING",                          # no grid of two

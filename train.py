@@ -44,7 +44,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,10 +88,11 @@ class Config:
     # training
     reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
     batch_size: int = 4            # traces per step; small batches make more steps of the same traces
+    micro_batches: int = 1         # a step's parts, one after the other: of a large model, fewer traces fit at once
     learning_rate: float = 1.8e-2  # the peak
     warmup: int = 320              # traces until the peak
     cooldown: int = 1280           # traces of the final decay; with more, repl is read further without prints
-    advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches
+    advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches; 0: never by accuracy
     stage_samples: int = 0         # pass it after this many traces, too; 0: the task's own (pfsa 3000, trace 4000)
     max_samples: int = 100000      # finish after this many traces (batch_size per step), whatever the stage
     # held-out traces
@@ -113,7 +114,7 @@ CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtyp
            "gates": ["exact", "sigmoid"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": ["cpu"] + ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()}
-MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "stage_samples", "seed"]
+MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "advance", "stage_samples", "seed"]
 AT_MOST = {"advance": 1, "learning_rate": 1, "beta_max": 2}       # above 2, eigenvalues leave [-1, 1]
 SEGMENT = 2048                     # tokens evaluated at once; the state is carried to the next segment
 
@@ -136,6 +137,8 @@ def check(cfg):
         raise BadInput(f"--model {cfg.model}: choose from {', '.join(MIXERS)}, or join some by +")
     if cfg.n_layer < len(mixers):
         raise BadInput(f"--model {cfg.model} alternates mixers: give --n-layer {len(mixers)}")
+    if cfg.batch_size % cfg.micro_batches:
+        raise BadInput(f"--micro-batches {cfg.micro_batches}: give a divisor of --batch-size, {cfg.batch_size}")
     if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
         raise BadInput(f"--d-model {cfg.d_model}: give a multiple of 4 and of twice --n-head {cfg.n_head}")
 
@@ -155,6 +158,8 @@ def build(cfg, pieces=None):
     tests = parse_stages(eval_at)
     cfg = replace(cfg, states=task.states, curriculum=curriculum, eval_at=eval_at,
                   stage_samples=cfg.stage_samples or task.stage_samples)
+    if not cfg.advance and not cfg.stage_samples:
+        raise BadInput("--advance 0: give --stage-samples, too, or no stage ever ends")
     for stage in stages + tests:
         task.check_stage(stage)
         one, same = (task.batch(cfg.seed, "test", stage, 0, 2).tokens.tolist() for _ in range(2))
@@ -190,22 +195,24 @@ def to_tensors(batch, device):
 
 
 def answers(task, batch, right):
-    """Which tokens are right (B, T) bool -> which answers are right (B, R), R per trace. With states in the
-    text, an answer counts only if all states before it are right, too, as if the model had written the trace."""
+    """Which tokens are right (B, T) bool -> which answers are right: (B, T), 1 or 0 at each answer and NaN elsewhere,
+    or (B, 1) where a trace has one answer of several tokens. With states in the text, an answer counts only if all
+    states before it are right, too, as if the model had written the trace."""
     after_error = (batch.state_in_text & ~right).cumsum(1) > 0
     right = right & ~after_error
-    if task.whole:                                        # one answer, of several tokens
-        return (right | ~batch.asked).all(1, keepdim=True)
-    return right[batch.asked].view(len(right), -1)
+    if task.whole:
+        return (right | ~batch.asked).all(1, keepdim=True).float()
+    return right.float().where(batch.asked, math.nan)
 
 
 def losses(task, model, batch):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right (B, R)."""
+    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right, as `answers` says it.
+    Indexing by a mask would wait for the GPU: so means are sums over masks."""
     hidden, _ = model(batch.tokens)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
     nats = nats.view_as(batch.target)
-    terms = {"next": nats.sum() / (batch.target != PAD).sum(), "reveal": nats[batch.asked].mean()}
+    terms = {"next": nats.sum() / (batch.target != PAD).sum(), "reveal": (nats * batch.asked).sum() / batch.asked.sum()}
     if task.states in ("linear", "transformer", "contrastive"):
         terms["state"] = model.to_state.loss(model, hidden, batch)
     return terms, answers(task, batch, logits.argmax(-1) == batch.target)
@@ -225,7 +232,8 @@ def evaluate(model, task, stage, cfg):
             logits = model.head(in_pieces(model, batch.tokens, SEGMENT)[needed])
         right = torch.zeros_like(needed)
         right[needed] = logits.argmax(-1) == batch.target[needed]
-        rows.append(answers(task, batch, right).cpu())
+        right = answers(task, batch, right)
+        rows.append(right[~right.isnan()].view(size, -1).cpu())       # (traces, answers)
         if batch.predictive is not None:
             asked = batch.asked
             found = logits[asked[needed]], batch.target[asked], batch.predictive[asked]
@@ -233,7 +241,7 @@ def evaluate(model, task, stage, cfg):
     by_answer = torch.cat(rows).double().mean(0)
     row = {"accuracy": by_answer.mean(), "final": by_answer[-1]}
     if nats:
-        kl, loss, floor = torch.cat(nats).unbind(-1)                  # (traces, answers)
+        kl, loss, floor = torch.cat(nats).unbind(-1)
         row |= {"kl": kl.mean(), "final_kl": kl[:, -1].mean(), "loss": loss.mean(), "floor": floor.mean()}
     return {name: x.item() for name, x in row.items()} | {"by_answer": by_answer.tolist()}
 
@@ -338,6 +346,10 @@ def run(cfg):
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
 
+    @lru_cache(2)                                         # this step's batch, and the next one
+    def batch_of(stage, number):
+        return task.batch(cfg.seed, "train", stage, number, cfg.batch_size)
+
     chance = task.chance(stages[-1])
     head_dim = cfg.d_model // cfg.n_head
     dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
@@ -364,22 +376,27 @@ def run(cfg):
 
             # batch, loss, step
             number = min(len(at.passed), len(stages) - 1)             # the stage's, from 0
-            batch = to_tensors(task.batch(cfg.seed, "train", stages[number], at.step, cfg.batch_size), cfg.device)
-            with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
-                terms, right = losses(task, model, batch)
-            terms["reveal"] = cfg.reveal_weight * terms["reveal"]
-            loss = sum(terms.values())
+            batch, right = batch_of(stages[number], at.step), []
             model.zero_grad()
-            loss.backward()
+            for first in range(cfg.micro_batches):
+                part = [x if x is None else x[first::cfg.micro_batches] for x in batch]
+                with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
+                    terms, these = losses(task, model, to_tensors(part, cfg.device))
+                terms["reveal"] = cfg.reveal_weight * terms["reveal"]
+                loss = sum(terms.values())                # the log has those of the last part
+                (loss / cfg.micro_batches).backward()
+                right.append(these)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if not math.isfinite(loss.item() + norm.item()):
-                break
             for optimizer in optimizers:
                 optimizer.step()
+            batch_of(stages[number], at.step + 1)         # the next one, while a GPU is at work; here we wait for it:
+            finite, accuracy = torch.stack([(loss + norm).isfinite(), torch.cat(right).nanmean()]).tolist()
+            if not finite:
+                break
             at.step += 1
             at.samples += cfg.batch_size
             at.seconds = time.perf_counter() - started
-            at.recent = [*at.recent[-9:], right.float().mean().item()]
+            at.recent = [*at.recent[-9:], accuracy]
             mean = sum(at.recent) / len(at.recent)        # of the last ten batches
             bar.total = at.end if down else None          # before the decay, nobody knows
             bar.set_description_str(f"stage {words[number]}, {mean:.0%} right", refresh=False)
@@ -387,7 +404,7 @@ def run(cfg):
 
             # curriculum
             began = at.passed[-1]["samples"] if at.passed else 0
-            enough = len(at.recent) == 10 and mean >= cfg.advance
+            enough = cfg.advance and len(at.recent) == 10 and mean >= cfg.advance
             enough = enough or cfg.stage_samples and at.samples - began >= cfg.stage_samples
             passed = enough and len(at.passed) < len(stages)          # else the last stage was passed before
             if passed:
