@@ -24,7 +24,7 @@ the chunks' formulas, capitals, except S, have C rows: Q, K, V are a chunk's que
 
     delta_rule(..., backend="loop")    the reference: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
-    delta_rule(..., backend="triton")  the same on a GPU, in two kernels forward and two backward
+    delta_rule(..., backend="triton")  the same on a GPU, in three kernels forward and two backward
     decay_scan(...)                    linear attention with decay, S_t = a_t S_{t-1} + k_t v_t^T
 
 Read `delta_rule_loop` and `DeltaRuleChunks.forward` first; the GPU kernels can wait.
@@ -247,30 +247,49 @@ class DeltaRuleChunks(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # The same chunks on a GPU
 #
-# prepare_kernel: one program per head and chunk, for what does not depend on the state: M, P and b.
-# forward_kernel: a program keeps C columns of one head's state in registers, and loops over the chunks. For the
-#   backward, it saves X, D and the S that each chunk starts from.
-# backward_state_kernel: the same from the last chunk to the first, with dS'. It saves dY and each chunk's dS'.
-# backward_inputs_kernel: one program per head and chunk, for all other gradients.
-# M, P and b are fp32. All else is saved in the inputs' dtype: in bf16, gradients are up to 3 % off.
+# Only the state must wait for the chunk before, so two kernels loop over the chunks, and three do all at once:
 #
-# Capitals are tiles; the same small letters are pointers to them. K is n_k wide and padded to BK. St is
-# S transposed, C x BK: so the left factor of each product has C = 16 rows, and Triton does not use Hopper's
-# 64-row wgmma, with which similar scans gave wrong results (flash-linear-attention #640, #984).
+# prepare_kernel: one program per head and chunk computes what does not depend on the state: M, P and b.
+# state_kernel: a program keeps BV columns of one head's state in registers, and loops over the chunks. It stores
+#   D, the S that each chunk starts from and, for the backward, X.
+# output_kernel: one program per head and chunk computes O.
+# backward_state_kernel: the loop from the last chunk to the first, with dS'. It stores dY and each chunk's dS'.
+# backward_inputs_kernel: one program per head and chunk computes all other gradients.
 #
-# Tensor cores multiply bf16. A state that is rounded to bf16 where it is read is 3 % off after 4,096 swaps.
-# But an fp32 number is a sum of three bf16 numbers; of the nine products, bf16x6 adds the six largest.
+# M, P and b are fp32. All else is stored in the inputs' dtype: in bf16, gradients are up to 3 % off. Capitals are
+# tiles; the same small letters are pointers to them. K is n_k wide and padded to BK. St is S transposed, BV x BK:
+# so the left factor of each product has 16 or 32 rows, and Triton does not use Hopper's 64-row wgmma, with which
+# similar scans gave wrong results (flash-linear-attention #640, #984).
+#
+# Tensor cores multiply bf16. A state that is rounded to bf16 where it is read is 3 % off after 4,096 swaps. But an
+# fp32 number is the sum of three bf16 numbers, so a bf16 tile times an fp32 tile is three products of bf16 tiles.
+# Of the nine products of two fp32 tiles, "bf16x6" computes the six largest.
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
 
 
 @jit
+def parts(x):
+    """fp32 -> three bf16 numbers whose sum is x, the largest first. The mask keeps a number's first eight binary
+    digits, which is all that bf16 holds; rounding would take longer."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    middle = ((x - high).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (x - high - middle).to(tl.bfloat16)
+
+
+@jit
 def dot(a, b):
-    """a b in fp32: one product for bf16 tiles, else six."""
+    """a b in fp32: one product of two bf16 tiles, three if one tile is fp32, six if both are."""
     if INTERPRETED or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):   # the interpreter has no bf16
         return tl.dot(a, b)
+    elif a.dtype == tl.bfloat16:
+        high, middle, low = parts(b)
+        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
+    elif b.dtype == tl.bfloat16:
+        high, middle, low = parts(a)
+        return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b)))
     else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="bf16x6")
+        return tl.dot(a, b, input_precision="bf16x6")
 
 
 @jit
@@ -332,7 +351,7 @@ def inverse(A):
 
 
 @kernel
-def prepare_kernel(q, k, beta, g, m, p, b, T, H, n_k, C: tl.constexpr, BK: tl.constexpr):
+def prepare_kernel(q, k, beta, g, m, p, b, T, H, n_k, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)                                # offsets may pass 2^31
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     row, exists = steps_of(chunk % tl.cdiv(T, C), chunk // tl.cdiv(T, C), T, H, C)
@@ -345,36 +364,48 @@ def prepare_kernel(q, k, beta, g, m, p, b, T, H, n_k, C: tl.constexpr, BK: tl.co
 
 
 @kernel
-def forward_kernel(q, k, v, g, m, p, b, start, o, end, starts, x, d, T, H, n_k, n_v,
-                   C: tl.constexpr, BK: tl.constexpr):
+def state_kernel(q, k, v, g, m, b, start, end, starts, x, d, T, H, n_k, n_v,
+                 C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     bh = tl.program_id(0).to(tl.int64)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    ks, vs = tl.arange(0, BK), tl.program_id(1) * C + tl.arange(0, C)
+    ks, vs = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     St = tl.trans(load_rows(start, bh * n_k + ks, ks < n_k, vs, n_v))
     for n in range(tl.cdiv(T, C)):
         chunk = bh * tl.cdiv(T, C) + n
         row, exists = steps_of(n, bh, T, H, C)
-        _, Q_read, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
-        M, P = tl.load(m + (chunk * C + i) * C + j), tl.load(p + (chunk * C + i) * C + j)
-        V, b_tile = load_rows(v, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
+        _, _, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
+        M, b_tile = tl.load(m + (chunk * C + i) * C + j), tl.load(b + row, exists, 0.0)
+        V = load_rows(v, row, exists, vs, n_v)
         St = half * St
         X = V - dot(K_read, tl.trans(St))
         D = dot(M, b_tile[:, None] * X)
-        store_rows(o, row, exists, vs, n_v, dot(Q_read, tl.trans(St)) + dot(P, D))
-        if starts is not None:                                           # there will be a backward
-            store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
+        store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
+        store_rows(d, row, exists, vs, n_v, D)
+        if x is not None:                                                # there will be a backward
             store_rows(x, row, exists, vs, n_v, X)
-            store_rows(d, row, exists, vs, n_v, D)
         St = half * (St + dot(tl.trans(D), K_write))
     store_rows(end, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(St))
 
 
 @kernel
+def output_kernel(q, k, g, p, starts, d, o, T, H, n_k, n_v, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    chunk = tl.program_id(0).to(tl.int64)
+    i, j, ks = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)
+    row, exists = steps_of(chunk % tl.cdiv(T, C), chunk // tl.cdiv(T, C), T, H, C)
+    _, Q_read, _, _, _, _, _ = load_rescaled(q, k, g, row, exists, ks, n_k)
+    P = tl.load(p + (chunk * C + i) * C + j)
+    for first in range(0, n_v, BV):
+        vs = first + tl.arange(0, BV)
+        St, D = load_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k), load_rows(d, row, exists, vs, n_v)
+        store_rows(o, row, exists, vs, n_v, dot(Q_read, tl.trans(St)) + dot(P, D))
+
+
+@kernel
 def backward_state_kernel(q, k, g, m, p, b, do, dend, dy, ds_after, dstart, T, H, n_k, n_v,
-                          C: tl.constexpr, BK: tl.constexpr):
+                          C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     bh = tl.program_id(0).to(tl.int64)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    ks, vs = tl.arange(0, BK), tl.program_id(1) * C + tl.arange(0, C)
+    ks, vs = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     dSt = tl.trans(load_rows(dend, bh * n_k + ks, ks < n_k, vs, n_v))
     for n in range(tl.cdiv(T, C) - 1, -1, -1):
         chunk = bh * tl.cdiv(T, C) + n
@@ -393,7 +424,7 @@ def backward_state_kernel(q, k, g, m, p, b, do, dend, dy, ds_after, dstart, T, H
 
 @kernel
 def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk, dv, dbeta, dg,
-                           T, H, n_k, n_v, C: tl.constexpr, BK: tl.constexpr):
+                           T, H, n_k, n_v, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     bh, n = chunk // tl.cdiv(T, C), chunk % tl.cdiv(T, C)
     i, j, ks = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)
@@ -405,8 +436,8 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
     dQ_read, dYS = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
     dK_write, kept = tl.zeros((C, BK), tl.float32), tl.zeros((BK,), tl.float32)
     dYX = tl.zeros((C,), tl.float32)
-    for first in range(0, n_v, C):
-        vs = first + tl.arange(0, C)
+    for first in range(0, n_v, BV):
+        vs = first + tl.arange(0, BV)
         X, D = load_rows(x, row, exists, vs, n_v), load_rows(d, row, exists, vs, n_v)
         dO, dY = load_rows(do, row, exists, vs, n_v), load_rows(dy, row, exists, vs, n_v)
         St = load_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k)
@@ -440,28 +471,28 @@ def backward_inputs_kernel(q, k, beta, g, x, d, starts, do, dy, ds_after, dq, dk
 CHUNK, WIDEST = 16, 128                                  # C; largest K or V
 
 
+@functools.cache
 def settings(K):
     """-> what the kernels are compiled with. num_stages 2: a loop may load its next tiles while it computes."""
     BK = max(16, triton.next_power_of_2(K))
-    return dict(C=CHUNK, BK=BK, num_warps=BK // 16, num_stages=2)
+    return dict(C=CHUNK, BK=BK, BV=max(16, BK // 4), num_warps=min(4, BK // 16), num_stages=2)
 
 
 class DeltaRuleTriton(torch.autograd.Function):
-    """The four kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g (B, T, H, K) or None."""
+    """The five kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g (B, T, H, K) or None."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, g, state, grad):
         q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
         (B, T, H, K), V = k.shape, v.shape[-1]
-        N, grid = triton.cdiv(T, CHUNK), (B * H, triton.cdiv(V, CHUNK))
-        o, end = torch.empty_like(v), torch.empty_like(state)
+        N, grid = -(-T // CHUNK), (B * H, -(-V // settings(K)["BV"]))    # rounded up
+        o, d, starts, end = torch.empty_like(v), torch.empty_like(v), v.new_empty(B * H, N, V, K), torch.empty_like(state)
         m, p, b = *state.new_empty(2, B * H, N, CHUNK, CHUNK), torch.empty_like(beta)
-        starts = x = d = None
-        if grad and any(ctx.needs_input_grad):                           # the latter also under no_grad
-            starts, x, d = v.new_empty(B * H, N, V, K), torch.empty_like(v), torch.empty_like(v)
+        x = torch.empty_like(v) if grad and any(ctx.needs_input_grad) else None      # the latter also under no_grad
         with torch.cuda.device_of(k):                                    # k may be on another GPU
             prepare_kernel[(B * H * N,)](q, k, beta, g, m, p, b, T, H, K, **settings(K))
-            forward_kernel[grid](q, k, v, g, m, p, b, state, o, end, starts, x, d, T, H, K, V, **settings(K))
+            state_kernel[grid](q, k, v, g, m, b, state, end, starts, x, d, T, H, K, V, **settings(K))
+            output_kernel[(B * H * N,)](q, k, g, p, starts, d, o, T, H, K, V, **settings(K))
         ctx.save_for_backward(q, k, beta, g, m, p, b, starts, x, d)
         return o, end
 
@@ -473,7 +504,7 @@ class DeltaRuleTriton(torch.autograd.Function):
         (B, T, H, K), V, N = k.shape, x.shape[-1], starts.shape[1]
         dy, ds_after, dstart = torch.empty_like(x), torch.empty_like(starts), torch.empty_like(dend)
         dq, dk, dv, dbeta, dg = (y if y is None else torch.empty_like(y) for y in (q, k, x, beta, g))
-        grid = B * H, triton.cdiv(V, CHUNK)
+        grid = B * H, -(-V // settings(K)["BV"])
         with torch.cuda.device_of(k):
             backward_state_kernel[grid](q, k, g, m, p, b, do, dend, dy, ds_after, dstart,
                                         T, H, K, V, **settings(K))
@@ -551,28 +582,20 @@ def compare(inputs, backend, **options):
     return dict(zip(names, errors(found, truth)))
 
 
-def first_error(device, dtype, K, V):
-    """-> the first tensor that is wrong on this GPU, or None. Gates or not, gradients or not: four builds."""
-    for T, gate, gradients in itertools.product((1, 40), (None, -0.3), (True, False)):
-        with torch.set_grad_enabled(gradients):
-            found = compare(swaps(1, T, 2, K, V, gate, dtype, device), "triton")
-        for name, error in found.items():
-            if not error <= TOLERANCE[torch.float32 if name == "state" else dtype]:
-                return f"on this GPU, {name} is off by {error:.0e}"
-    return None
-
-
 @functools.cache
 def trial(device, dtype, K, V):
-    """Try the kernels. -> None, or (also as a warning) why not to use them."""
+    """Try all builds of the kernels. -> None, or (also as a warning) why not to use them."""
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            obstacle = first_error(device, dtype, K, V)
-    except Exception as error:                                           # no C compiler, out of resources
+        for T, gate, gradients in itertools.product((1, 40), (None, -0.3), (True, False)):
+            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+                found = compare(swaps(1, T, 2, K, V, gate, dtype, device), "triton")
+            for name, error in found.items():
+                if not error <= TOLERANCE[torch.float32 if name == "state" else dtype]:
+                    raise ArithmeticError(f"on this GPU, {name} is off by {error:.0e}")
+    except Exception as error:                                           # also: no C compiler, out of resources
         obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
-    if obstacle:
         warnings.warn(f"delta_rule takes its torch backend, not its kernels: {obstacle}")
-    return obstacle
+        return obstacle
 
 
 def opaque(f):
@@ -706,16 +729,11 @@ def clock(shape, dtype, device, backends):
     B, T, H, K = shape
     inputs = [x.requires_grad_() for x in swaps(B, T, H, K, K, None, dtype, device)[:4]]
 
-    def forward(backend):
-        return delta_rule(*inputs, backend=backend)[0]
-
-    def both(backend):
-        o = forward(backend)
-        torch.autograd.grad(o, inputs, o.detach())
-
+    forward = "delta_rule(*inputs, backend=backend)[0]"
+    both = f"torch.autograd.grad({forward}, inputs, inputs[2])"           # v has the shape and the dtype of o
     print(f"{str(shape):>20s}", end="")
-    for backend, f in itertools.product(backends, (forward, both)):
-        timer = Timer("f(backend)", globals=locals(), num_threads=torch.get_num_threads())
+    for backend, code in itertools.product(backends, (forward, both)):
+        timer = Timer(code, globals={**globals(), **locals()}, num_threads=torch.get_num_threads())
         print(f"{1e3 * timer.timeit(1 if backend == 'loop' else 10).mean:10.3g}", end="", flush=True)
     print()
 
