@@ -24,7 +24,7 @@ the chunks' formulas, capitals, except S, have C rows: Q, K, V are a chunk's que
 
     delta_rule(..., backend="loop")    the reference: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
-    delta_rule(..., backend="triton")  the same on a GPU, in three kernels forward and two backward
+    delta_rule(..., backend="triton")  the same on a GPU, in two kernels forward and two backward
     decay_scan(...)                    linear attention with decay, S_t = a_t S_{t-1} + k_t v_t^T
 
 Read `delta_rule_loop` and `DeltaRuleChunks.forward` first; the GPU kernels can wait.
@@ -247,23 +247,23 @@ class DeltaRuleChunks(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # The same chunks on a GPU
 #
-# Only the state must wait for the chunk before, so two kernels loop over the chunks, and three do all at once:
+# Only the state depends on the chunk before. So two kernels loop over the chunks, two take all in parallel:
 #
 # prepare_kernel: one program per head and chunk computes what does not depend on the state: M, P and b.
-# state_kernel: a program keeps BV columns of one head's state in registers, and loops over the chunks. It stores
-#   D, the S that each chunk starts from and, for the backward, X.
-# output_kernel: one program per head and chunk computes O.
+# forward_kernel: a program keeps BV columns of one head's state in registers, and loops over the chunks. For the
+#   backward, it stores X, D and the S that each chunk starts from.
 # backward_state_kernel: the loop from the last chunk to the first, with dS'. It stores dY and each chunk's dS'.
 # backward_inputs_kernel: one program per head and chunk computes all other gradients.
 #
-# M, P and b are fp32. All else is stored in the inputs' dtype: in bf16, gradients are up to 3 % off. Capitals are
-# tiles; the same small letters are pointers to them. K is n_k wide and padded to BK. St is S transposed, BV x BK:
-# so the left factor of each product has 16 or 32 rows, and Triton does not use Hopper's 64-row wgmma, with which
-# similar scans gave wrong results (flash-linear-attention #640, #984).
+# M, P, b, betas, gates and the first and last state are fp32, as are their gradients. The rest has the dtype of q,
+# k and v; in bf16, gradients are up to 3 % off. Capitals are tiles; the same small letters are pointers to them. K
+# has n_k columns, padded to BK. St, S transposed, is BV x BK: so the left factor of each product has 16 or 32 rows,
+# and Triton does not use Hopper's 64-row wgmma, with which similar scans gave wrong results
+# (flash-linear-attention #640, #984).
 #
-# Tensor cores multiply bf16. A state that is rounded to bf16 where it is read is 3 % off after 4,096 swaps. But an
-# fp32 number is the sum of three bf16 numbers, so a bf16 tile times an fp32 tile is three products of bf16 tiles.
-# Of the nine products of two fp32 tiles, "bf16x6" computes the six largest.
+# In the loops, S is fp32: rounded to bf16 where it is read, it would be 3 % off after 4,096 swaps. To multiply it
+# on tensor cores in bf16, an fp32 tile is split into three bf16 tiles whose sum it is. So a bf16 tile times an fp32
+# tile is three products. Of the nine products of two fp32 tiles, "bf16x6" computes the six largest.
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
 
@@ -364,8 +364,8 @@ def prepare_kernel(q, k, beta, g, m, p, b, T, H, n_k, C: tl.constexpr, BK: tl.co
 
 
 @kernel
-def state_kernel(q, k, v, g, m, b, start, end, starts, x, d, T, H, n_k, n_v,
-                 C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def forward_kernel(q, k, v, g, m, p, b, start, o, end, starts, x, d, T, H, n_k, n_v,
+                   C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     bh = tl.program_id(0).to(tl.int64)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     ks, vs = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -373,31 +373,19 @@ def state_kernel(q, k, v, g, m, b, start, end, starts, x, d, T, H, n_k, n_v,
     for n in range(tl.cdiv(T, C)):
         chunk = bh * tl.cdiv(T, C) + n
         row, exists = steps_of(n, bh, T, H, C)
-        _, _, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
-        M, b_tile = tl.load(m + (chunk * C + i) * C + j), tl.load(b + row, exists, 0.0)
-        V = load_rows(v, row, exists, vs, n_v)
+        _, Q_read, K_read, K_write, _, _, half = load_rescaled(q, k, g, row, exists, ks, n_k)
+        M, P = tl.load(m + (chunk * C + i) * C + j), tl.load(p + (chunk * C + i) * C + j)
+        V, b_tile = load_rows(v, row, exists, vs, n_v), tl.load(b + row, exists, 0.0)
         St = half * St
         X = V - dot(K_read, tl.trans(St))
         D = dot(M, b_tile[:, None] * X)
-        store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
-        store_rows(d, row, exists, vs, n_v, D)
-        if x is not None:                                                # there will be a backward
+        store_rows(o, row, exists, vs, n_v, dot(Q_read, tl.trans(St)) + dot(P, D))
+        if starts is not None:                                           # there will be a backward
+            store_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k, St)
             store_rows(x, row, exists, vs, n_v, X)
+            store_rows(d, row, exists, vs, n_v, D)
         St = half * (St + dot(tl.trans(D), K_write))
     store_rows(end, bh * n_k + ks, ks < n_k, vs, n_v, tl.trans(St))
-
-
-@kernel
-def output_kernel(q, k, g, p, starts, d, o, T, H, n_k, n_v, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    chunk = tl.program_id(0).to(tl.int64)
-    i, j, ks = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, BK)
-    row, exists = steps_of(chunk % tl.cdiv(T, C), chunk // tl.cdiv(T, C), T, H, C)
-    _, Q_read, _, _, _, _, _ = load_rescaled(q, k, g, row, exists, ks, n_k)
-    P = tl.load(p + (chunk * C + i) * C + j)
-    for first in range(0, n_v, BV):
-        vs = first + tl.arange(0, BV)
-        St, D = load_rows(starts, chunk * n_v + vs, vs < n_v, ks, n_k), load_rows(d, row, exists, vs, n_v)
-        store_rows(o, row, exists, vs, n_v, dot(Q_read, tl.trans(St)) + dot(P, D))
 
 
 @kernel
@@ -479,20 +467,21 @@ def settings(K):
 
 
 class DeltaRuleTriton(torch.autograd.Function):
-    """The five kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g (B, T, H, K) or None."""
+    """The four kernels: q, k, v all in fp32 or all in bf16, the rest in fp32; g (B, T, H, K) or None."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, g, state, grad):
         q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
         (B, T, H, K), V = k.shape, v.shape[-1]
         N, grid = -(-T // CHUNK), (B * H, -(-V // settings(K)["BV"]))    # rounded up
-        o, d, starts, end = torch.empty_like(v), torch.empty_like(v), v.new_empty(B * H, N, V, K), torch.empty_like(state)
+        o, end = torch.empty_like(v), torch.empty_like(state)
         m, p, b = *state.new_empty(2, B * H, N, CHUNK, CHUNK), torch.empty_like(beta)
-        x = torch.empty_like(v) if grad and any(ctx.needs_input_grad) else None      # the latter also under no_grad
+        starts = x = d = None
+        if grad and any(ctx.needs_input_grad):                           # the latter also under no_grad
+            starts, x, d = v.new_empty(B * H, N, V, K), torch.empty_like(v), torch.empty_like(v)
         with torch.cuda.device_of(k):                                    # k may be on another GPU
             prepare_kernel[(B * H * N,)](q, k, beta, g, m, p, b, T, H, K, **settings(K))
-            state_kernel[grid](q, k, v, g, m, b, state, end, starts, x, d, T, H, K, V, **settings(K))
-            output_kernel[(B * H * N,)](q, k, g, p, starts, d, o, T, H, K, V, **settings(K))
+            forward_kernel[grid](q, k, v, g, m, p, b, state, o, end, starts, x, d, T, H, K, V, **settings(K))
         ctx.save_for_backward(q, k, beta, g, m, p, b, starts, x, d)
         return o, end
 
@@ -584,7 +573,7 @@ def compare(inputs, backend, **options):
 
 @functools.cache
 def trial(device, dtype, K, V):
-    """Try all builds of the kernels. -> None, or (also as a warning) why not to use them."""
+    """Compare all builds of the kernels with the loop. -> None, or (also as a warning) why not to use them."""
     try:
         for T, gate, gradients in itertools.product((1, 40), (None, -0.3), (True, False)):
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):

@@ -82,18 +82,18 @@ class Config:
     n_head: int = 1                # heads, of width d_model / n_head
     conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
     beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
-    gates: str = "exact"           # delta mixers: exact, betas and keys that reach 0 and 1; sigmoid: as in P1
+    gates: str = "exact"           # delta mixers: exact, betas and keys can be exactly 0 or 1; sigmoid: as in P1
     n_householder: int = 2         # deltaproduct: reflections per token
     states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
     # training
     reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
     batch_size: int = 4            # traces per step; small batches make more steps of the same traces
-    micro_batches: int = 1         # a step's parts, one after the other: of a large model, fewer traces fit at once
+    micro_batches: int = 1         # gradient accumulation, to save memory: a batch's parts, each with its own means
     learning_rate: float = 1.8e-2  # the peak
     warmup: int = 320              # traces until the peak
     cooldown: int = 1280           # traces of the final decay; with more, repl is read further without prints
     advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches; 0: never by accuracy
-    stage_samples: int = 0         # pass it after this many traces, too; 0: the task's own (pfsa 3000, trace 4000)
+    stage_samples: int = 0         # or pass it after this many traces; 0: the task's own (pfsa 3000, trace 4000)
     max_samples: int = 100000      # finish after this many traces (batch_size per step), whatever the stage
     # held-out traces
     eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and harder ones
@@ -144,9 +144,9 @@ def check(cfg):
 
 
 def build(cfg, pieces=None):
-    """-> the Config with each "auto" resolved, the task, the stages to train on and those to test (lists of Stage),
-    the model with its first weights. pieces: a checkpoint's vocabulary. Raises BadInput for settings that do not
-    fit together."""
+    """-> the task, the stages to train on and those to test (lists of Stage), and the model with its first weights;
+    model.cfg is the Config with each "auto" resolved. pieces: a checkpoint's vocabulary. Raises BadInput for settings
+    that do not fit together."""
     check(cfg)
     kind = TASKS[cfg.task]
     task = kind(states=cfg.states, **{name: getattr(cfg, name) for name in kind.settings})
@@ -181,13 +181,14 @@ def build(cfg, pieces=None):
     model = make(width, cfg.states).to(cfg.device)
     tokens = torch.arange(40)[None] % len(task.tokenizer)
     with torch.no_grad():
-        trial = copy.deepcopy(model).cpu().double()       # in fp32, many layers amplify rounding
-        for p in trial.parameters():                      # what starts at 0 shall count, too
+        probe = copy.deepcopy(model).cpu().double()       # in fp32, many layers amplify rounding
+        for p in probe.parameters():                      # a layer that starts at 0 would hide an error
             p += 0.1 * torch.arange(p.numel()).view_as(p).cos()
-        if not (in_pieces(trial, tokens, 7) - in_pieces(trial, tokens, 40)).abs().max() < 0.1:
+        if not (in_pieces(probe, tokens, 7) - in_pieces(probe, tokens, 40)).abs().max() < 0.1:
             raise BadInput(f"--model {cfg.model} gives another result piece by piece than in one pass: a mixer sees "
                            "the future, loses its state, or is random (see python models.py)")
-    return cfg, task, stages, tests, model
+    model.cfg = cfg
+    return task, stages, tests, model
 
 
 def to_tensors(batch, device):
@@ -195,9 +196,9 @@ def to_tensors(batch, device):
 
 
 def answers(task, batch, right):
-    """Which tokens are right (B, T) bool -> which answers are right: (B, T), 1 or 0 at each answer and NaN elsewhere,
-    or (B, 1) where a trace has one answer of several tokens. With states in the text, an answer counts only if all
-    states before it are right, too, as if the model had written the trace."""
+    """Which tokens are predicted right (B, T) bool -> which answers are right: (B, T), 1 or 0 at each answer, and NaN
+    elsewhere. With task.whole, a trace has one answer of several tokens, and the result is (B, 1). With states in the
+    text, an answer is right only if the model also predicts all states before it."""
     after_error = (batch.state_in_text & ~right).cumsum(1) > 0
     right = right & ~after_error
     if task.whole:
@@ -206,8 +207,8 @@ def answers(task, batch, right):
 
 
 def losses(task, model, batch):
-    """-> {"next", "reveal", "state"}: mean cross-entropies in nats; which answers are right, as `answers` says it.
-    Indexing by a mask would wait for the GPU: so means are sums over masks."""
+    """-> mean cross-entropies in nats, of all next tokens ("next"), of answers ("reveal") and, if there is one, of the
+    state head ("state"); which answers are right, see `answers`. Indexing by a mask would wait for the GPU."""
     hidden, _ = model(batch.tokens)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
@@ -233,7 +234,7 @@ def evaluate(model, task, stage, cfg):
         right = torch.zeros_like(needed)
         right[needed] = logits.argmax(-1) == batch.target[needed]
         right = answers(task, batch, right)
-        rows.append(right[~right.isnan()].view(size, -1).cpu())       # (traces, answers)
+        rows.append(right[~right.isnan()].view(len(right), -1).cpu())     # (traces, answers)
         if batch.predictive is not None:
             asked = batch.asked
             found = logits[asked[needed]], batch.target[asked], batch.predictive[asked]
@@ -335,8 +336,8 @@ def run(cfg):
     if saved and saved["code"] != source["code"]:
         raise BadInput(f"{folder} was begun with other code or traces: undo the change, remove the folder, or choose "
                        "another --out")
-    cfg, task, stages, _, model = build(cfg, saved["pieces"] if saved else None)
-    optimizers = make_optimizers(model)
+    task, stages, _, model = build(cfg, saved["pieces"] if saved else None)
+    cfg, optimizers = model.cfg, make_optimizers(model)
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
     # Where the run is. recent: accuracy in up to ten batches; end: the number of traces at which it finishes.
     at = SimpleNamespace(step=0, samples=0, seconds=0.0, recent=[], passed=[], held_out=[], end=cfg.max_samples)
@@ -376,20 +377,22 @@ def run(cfg):
 
             # batch, loss, step
             number = min(len(at.passed), len(stages) - 1)             # the stage's, from 0
-            batch, right = batch_of(stages[number], at.step), []
+            batch, right = to_tensors(batch_of(stages[number], at.step), cfg.device), []
             model.zero_grad()
             for first in range(cfg.micro_batches):
-                part = [x if x is None else x[first::cfg.micro_batches] for x in batch]
+                part = Batch(*(x if x is None else x[first::cfg.micro_batches] for x in batch))
                 with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
-                    terms, these = losses(task, model, to_tensors(part, cfg.device))
+                    terms, these = losses(task, model, part)
                 terms["reveal"] = cfg.reveal_weight * terms["reveal"]
-                loss = sum(terms.values())                # the log has those of the last part
+                loss = sum(terms.values())                # the log shows the last part's
                 (loss / cfg.micro_batches).backward()
                 right.append(these)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
-            batch_of(stages[number], at.step + 1)         # the next one, while a GPU is at work; here we wait for it:
+            if at.samples + cfg.batch_size < at.end:
+                batch_of(stages[number], at.step + 1)     # makes and keeps the next batch, while a GPU computes
+            # Only here, and in a state head's loss, a step waits for the GPU. If not finite, the weights are spoiled.
             finite, accuracy = torch.stack([(loss + norm).isfinite(), torch.cat(right).nanmean()]).tolist()
             if not finite:
                 break
@@ -479,14 +482,14 @@ def load(path, **changes):
     saved = read_checkpoint(path)
     cfg = Config(**{**saved["config"], "device": Config.device, "eval_at": "auto", **changes})
     try:
-        cfg, task, _, tests, model = build(cfg, saved["pieces"])
+        task, _, tests, model = build(cfg, saved["pieces"])
     except BadInput as error:
         raise BadInput(f"{path}: {error}")
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError:
         raise BadInput(f"{path}: its weights do not fit this models.py")
-    return cfg, task, tests, model
+    return model.cfg, task, tests, model
 
 
 @torch.no_grad()
