@@ -40,8 +40,9 @@ import torch
 from matplotlib.animation import PillowWriter
 
 import pfsa
-from data import GROUPS, Repl, parse_stages, run
-from models import DeltaNet, by_hand
+from data import GROUPS, parse_stages, run
+from kernels import delta_rule
+from models import DeltaNet
 from train import ASIDE, Config, beliefs, evaluate, load
 
 plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150,
@@ -362,40 +363,39 @@ def filters(args):
 
 
 @torch.no_grad()
-def states_by_hand(sources, beta):
-    """What models.by_hand holds after each of these lines, (n, n) each: rows are variables, columns digits.
-    beta: 2, or 1 as with --beta-max 1."""
-    task = Repl()
-    lm = by_hand(task)
-    lm.blocks[0].mixer.beta_max = beta
-    state, found = None, []
-    for source in sources:
-        tokens = task.tokenizer.encode(f"{task.prompt}{source}\n")
-        _, state = lm(torch.tensor([tokens]), state)
-        [(_, S)] = state
-        found.append(S[0, 0, :task.n_vars, :task.n_vars].numpy())
-    return found
+def swap(S, x, y, beta, steps=1):
+    """S (6, n) with rows x and y swapped as well as the delta rule can with v = 0 and this beta. At beta 2, one step does
+    it, a reflection. At beta 1, a step is a projection, which only shrinks. But if each key is turned a little further,
+    they carry the rows' difference through the empty last row to its negative, and keep cos(pi / steps)^steps of it."""
+    difference, empty = torch.zeros(2, 6)
+    difference[x], difference[y], empty[-1] = 0.5 ** 0.5, -0.5 ** 0.5, 1
+    angle = torch.arange(1, steps + 1)[:, None] * math.pi / steps if beta == 1 else torch.tensor([[math.pi / 2]])
+    k = angle.cos() * empty - angle.sin() * difference                    # (steps, 6)
+    k, v = k[None, :, None], torch.zeros(1, len(k), 1, S.shape[1])
+    return delta_rule(k, k, v, torch.full(k.shape[:3], float(beta)), state=S[None, None])[1][0, 0]
 
 
 def headline(args):
-    """Above: what the state of models.by_hand holds while it reads commands, with beta 2 and with beta 1. Below:
-    accuracy over the commands before a trace's only print."""
+    """Above: what a memory holds while its rows are swapped as well as beta 2 and beta 1 can. Below: accuracy over the
+    commands before a trace's only print."""
     figure = plt.figure(figsize=(7, 9))
     above, below = figure.subfigures(2, 1)
-    commands = ["a, b, c, d, e = c, b, a, d, e", "a, b, c, d, e = b, e, d, c, a", "a, b, c, d, e = e, d, c, b, a"]
-    sources = [f"{name} = {value}" for value, name in enumerate("abcde", 1)] + commands
-    titles = {2: "beta 2 reflects: rows of the memory change places",
-              1: "beta 1: rows mix, and all fade"}
+    commands = {"at first": [], "= c, b, a, d, e": [(0, 2)], "= b, e, d, c, a": [(0, 1), (1, 4), (2, 3)],
+                "= e, d, c, b, a": [(0, 4), (1, 3)]}     # as swaps of rows
+    titles = {2: "beta 2: one reflection swaps two rows, and nothing fades",
+              1: "beta 1: 21 projections a command swap the rows, too, but their differences fade"}
     for panel, (beta, title) in zip(above.subfigures(2, 1), titles.items()):
         panel.suptitle(title)
-        states = states_by_hand(sources, beta)[-4:]
-        for axes, S, command in zip(panel.subplots(1, 4, sharey=True), states, ["at first", *commands]):
-            axes.imshow(S / states[0].max(), vmin=0, vmax=1.4, cmap="Blues")
+        S = torch.eye(6, 5)                               # rows are variables, columns values; the last row is empty
+        for axes, (command, swaps) in zip(panel.subplots(1, 4, sharey=True), commands.items()):
+            for x, y in swaps:
+                S = swap(S, x, y, beta, 21 // len(swaps))
+            axes.imshow(S[:5], vmin=0, vmax=1.4, cmap="Blues")
             axes.grid(False)
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
-            axes.set_title(command.replace("a, b, c, d, e = ", "= "), fontsize=10)
-    by_commands(below.subplots(), args, "Which models keep track? Bands: worst to best seed")
+            axes.set_title(command, fontsize=10)
+    by_commands(below.subplots(), args, "Which models learn to track in 60,000 traces? Bands: worst to best seed")
     return figure
 
 

@@ -1706,6 +1706,17 @@ def test_prints_change_nothing_in_a_deltanet_written_by_hand(n_vars, moves):
     assert len(right) == 50 and all(right) and torch.equal(now, should)
 
 
+@pytest.mark.parametrize("steps", [5, 21, 63])
+def test_projections_swap_two_rows_and_shrink_their_difference(steps):
+    S = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    S[-1] = 0                                                             # the empty row
+    mean, half = (S[1] + S[3]) / 2, (S[1] - S[3]) / 2
+    for beta, kept in (2, 1), (1, math.cos(math.pi / steps) ** steps):
+        want = S.clone()
+        want[1], want[3] = mean - kept * half, mean + kept * half
+        torch.testing.assert_close(plot.swap(S, 1, 3, beta, steps), want, rtol=0, atol=1e-5)
+
+
 def test_by_hand_needs_repl():
     for task in (data.Inverse(), data.Parity()):
         with pytest.raises(ValueError, match="by_hand needs a data.Repl"):
