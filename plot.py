@@ -282,7 +282,7 @@ def ladder(args):
     axes.set_xticks(range(len(groups)), groups)
     axes.set_yticks(range(len(names)), names)
     length = max(parse_stages(result["trained"])[0].length for runs in found.values() for result in runs)
-    axes.set_xlabel("white: not run; one seed where none are named\nhatched: in theory, impossible in long words")
+    axes.set_xlabel("white: not run; one seed where none are named\nhatched: in theory, impossible in long words for the layers here")
     figure.suptitle(f"Which model learns which group? Accuracy in words of {length}")
     return figure
 
