@@ -376,7 +376,7 @@ def swap(S, x, y, beta, steps=1):
 
 
 def headline(args):
-    """Above: what a memory holds while its rows are swapped as well as beta 2 and beta 1 can. Below: accuracy over the
+    """Above: what a memory holds while `swap` executes commands with beta 2 and with beta 1. Below: accuracy over the
     commands before a trace's only print."""
     figure = plt.figure(figsize=(7, 9))
     above, below = figure.subfigures(2, 1)
