@@ -271,7 +271,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a
 @jit
 def parts(x):
     """fp32 -> three bf16 numbers whose sum is x, the largest first. The mask keeps a number's first eight binary
-    digits, which is all that bf16 holds; rounding would take longer."""
+    digits, which is all that bf16 holds."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     middle = ((x - high).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), (x - high - middle).to(tl.bfloat16)
