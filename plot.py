@@ -10,7 +10,7 @@ Figures from finished runs, one function each; and looks inside a trained model.
     python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
     python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
-    python plot.py movie assets/deltanet-repl.pt                what it believes, line by line
+    python plot.py movie assets/*.pt                            what models believe, line by line
 
     cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each is one line of JSON
     python plot.py ladder assets/results.jsonl --entry ladder   only the rows of one entry of the notebook
@@ -402,16 +402,16 @@ def headline(args):
 # ----------------------------------------------------------------------------------------------------------
 # Inside one model
 
-def one_model(args, traces, kind=torch.nn.Module):
-    """-> cfg, task, stage --at and model of the one run: repl, with mixers all of class `kind`."""
-    if len(args.paths) > 1 or len(args.at.split()) > 1:
-        raise ValueError("give one run, and one stage --at")
-    cfg, task, _, model = load(args.paths[0], device="cpu", eval_samples=traces)
+def trained(path, at, traces, kind=torch.nn.Module):
+    """-> cfg, task, the stage `at` and the model of a run on repl whose mixers are all of the class `kind`."""
+    if len(at.split()) > 1:
+        raise ValueError("give one stage --at")
+    cfg, task, _, model = load(path, device="cpu", eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
-        raise ValueError(f"{args.paths[0]} is a run of {cfg.model} on {cfg.task}: give one of repl, without states in "
-                         "the text; for heads, with betas")
-    [stage] = parse_stages(args.at)
+        raise ValueError(f"{path} is a run of {cfg.model} on {cfg.task}: give one of repl, without states in the text; "
+                         "for heads, with betas")
+    [stage] = parse_stages(at)
     task.check_stage(stage)
     return cfg, task, stage, model
 
@@ -423,7 +423,9 @@ SCALES = [1, 0.9, 0.8, 0.7, 0.6, 0.5]                       # factors on one hea
 def measure_heads(args, traces=32):
     """Of each delta head, "layer.head": its betas, the principal components of its keys, and accuracy while
     its betas are scaled down: from eigenvalues in [-1, 1], step by step, to [0, 1]."""
-    cfg, task, stage, model = one_model(args, traces, DeltaNet)
+    if len(args.paths) > 1:
+        raise ValueError("heads looks into one model: give one run")
+    cfg, task, stage, model = trained(args.paths[0], args.at, traces, DeltaNet)
     batch = task.batch(cfg.seed, "test", stage, 0, traces)
     x = model.embed(torch.tensor(batch.tokens))
     whole, found = evaluate(model, task, stage, cfg)["accuracy"], {}
@@ -483,37 +485,47 @@ def heads(args):
 
 @torch.no_grad()
 def movie(args, lines=40):
-    """The first lines of a held-out trace, one per frame. Beside them, how probable each value of a variable
-    is to the model, and a ring at the one that it holds in Python: red if another is the most probable."""
-    _, task, stage, model = one_model(args, 1)
-    trace, n = task.draw(random.Random(0), stage, "test")[:lines], task.n_vars
+    """The first lines of a held-out trace, one a frame, which one or several models read. Beside them, for each model, how
+    probable it finds each value of a variable, and a ring at the value that the variable holds in Python. The ring is red
+    if another value is the most probable one."""
+    cfgs, tasks, stages, models = zip(*(trained(path, args.at, 1) for path in args.paths))
+    task, n = tasks[0], tasks[0].n_vars
+    if any(other.tokenizer.pieces != task.tokenizer.pieces or other.n_vars != n for other in tasks):
+        raise ValueError("these models read different tokens: give runs with the same variables")
+    trace = task.draw(random.Random(0), stages[0], "test")[:lines]
     one = task.tokenizer.ids[b"1"]                          # other digits follow
-    figure, (left, right) = plt.subplots(1, 2, figsize=(5, 2.6), width_ratios=[1.3, 1])
-    figure.suptitle("Shade: what the model believes. Ring: what Python holds", fontsize=9)
+    figure, (left, *panels) = plt.subplots(1, 1 + len(models), figsize=(3 + 2.2 * len(models), 2.8),
+                                           width_ratios=[1.3, *[1] * len(models)])
+    figure.suptitle("Dark cells: what a model would print. Rings: what Python holds; red if the model is wrong",
+                    fontsize=9)
     left.axis("off")
     text = left.text(0, 0, "", va="bottom", family="monospace", fontsize=min(8, 45 / n), in_layout=False)
-    image = right.imshow(np.zeros((n, n)), vmin=0, vmax=1.4, cmap="Blues")
-    rings = right.scatter(range(n), range(n), s=(80 / n) ** 2, facecolors="none", linewidths=2)
-    right.set_xticks(range(n), range(1, n + 1))
-    right.set_yticks(range(n), task.names)
-    right.set_xlabel("value")
-    right.grid(False)
+    images = [axes.imshow(np.zeros((n, n)), vmin=0, vmax=1.4, cmap="Blues") for axes in panels]
+    rings = [axes.scatter(range(n), range(n), s=(80 / n) ** 2, facecolors="none", linewidths=2) for axes in panels]
+    for axes, cfg in zip(panels, cfgs):
+        axes.set_title(f"{cfg.model}, eigenvalues in [{1 - cfg.beta_max:g}, 1]", fontsize=8)
+        axes.set_xticks(range(n), range(1, n + 1))
+        axes.set_yticks(range(n), task.names)
+        axes.set_xlabel("value")
+        axes.grid(False)
     Path(args.save).parent.mkdir(parents=True, exist_ok=True)
-    writer, memory, state, read = PillowWriter(fps=2.5), {}, None, []
-    with writer.saving(figure, args.save, 150):
+    writer, memory, states, read = PillowWriter(fps=2.5), {}, [None] * len(models), []
+    with writer.saving(figure, args.save, 130):
         for line in trace:
-            _, state = model(torch.tensor([task.encode([line])[0]]), state)
+            tokens = torch.tensor([task.encode([line])[0]])
+            states = [model(tokens, state)[1] for model, state in zip(models, states)]
             run([line.source], memory)
             held = [memory[name] for name in sorted(memory) if name.isalpha()]
             read.append(line.text)
             if len(held) < n:                               # no trace asks before all variables are set
                 continue
-            if not line.source.startswith("print"):         # then the model expects what it prints
-                [chances] = beliefs(task, model, state)[:, :, one:one + n].numpy()
             text.set_text("".join(read[-14:]).strip())
-            image.set_data(chances)
-            rings.set_offsets([(value - 1, row) for row, value in enumerate(held)])
-            rings.set_edgecolors(np.where(chances.argmax(1) + 1 == held, "black", "red"))
+            for model, state, image, ring in zip(models, states, images, rings):
+                if not line.source.startswith("print"):     # after that line, a model expects what it prints
+                    [chances] = beliefs(task, model, state)[:, :, one:one + n].numpy()
+                    image.set_data(chances)
+                    ring.set_offsets([(value - 1, row) for row, value in enumerate(held)])
+                    ring.set_edgecolors(np.where(chances.argmax(1) + 1 == held, "black", "red"))
             writer.grab_frame()
         for _ in range(8):                                  # hold the last one
             writer.grab_frame()
@@ -533,7 +545,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "horizon.png": f"horizon {TABLE} horizon --by gates,cooldown",
     "heads.png": f"heads {TABLE} heads",
     "filters.png": "filters",
-    "movie.gif": "movie assets/deltanet-repl.pt",
+    "movie.gif": "movie assets/deltanet-repl.pt assets/deltanet-repl-beta-1.pt",
 }
 
 

@@ -2440,7 +2440,7 @@ def test_a_played_session_shows_what_the_model_reads_what_python_prints_and_what
     assert "WRONG" in told[-1]                                            # it has been trained for 12 steps
 
 
-SUPPLIED = HERE / "assets/deltanet-repl.pt"
+SUPPLIED, FADES = HERE / "assets/deltanet-repl.pt", HERE / "assets/deltanet-repl-beta-1.pt"
 
 
 def test_the_model_in_assets_plays_64_commands_without_an_error_or_a_note(monkeypatch, capsys):
@@ -2452,12 +2452,13 @@ def test_the_model_in_assets_plays_64_commands_without_an_error_or_a_note(monkey
     assert not any(re.match("note|read as", line) for line in out)
 
 
-def test_the_model_in_assets_is_that_of_the_default_run_and_names_its_code():
-    saved, (_, task, _, model) = train.read_checkpoint(SUPPLIED), train.load(SUPPLIED, device="cpu")
+@pytest.mark.parametrize("path, changed", [(SUPPLIED, {"cooldown"}), (FADES, {"beta_max", "max_samples"})])
+def test_the_models_in_assets_are_those_of_the_default_run_and_name_their_code(path, changed):
+    saved, (_, task, _, model) = train.read_checkpoint(path), train.load(path, device="cpu")
     of_default, _, _, default = train.build(Config(device="cpu"))
-    assert train.count(model) == train.count(default) and SUPPLIED.stat().st_size < 600_000
+    assert train.count(model) == train.count(default) and path.stat().st_size < 600_000
     assert task.tokenizer.pieces == of_default.tokenizer.pieces
-    assert {name for name, x in saved["config"].items() if x != getattr(Config, name)} <= {"cooldown", "device", "out"}
+    assert {name for name, x in saved["config"].items() if x != getattr(Config, name)} - {"device"} == changed
     assert re.fullmatch("[0-9a-f]{7,}", saved["commit"]) and re.fullmatch("[0-9a-f]{16}", saved["code"])
     with pytest.raises(data.BadInput, match="no token of this task"):
         task.tokenizer.encode(">>> x = 4")
@@ -2949,8 +2950,8 @@ def test_looking_inside_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(m
 
 
 def test_the_movie_shows_what_the_model_believes_and_what_python_holds(monkeypatch):
-    """by_hand's model, but it skips the third command: some of its rings are red from then on. Of the frames, two
-    are drawn."""
+    """by_hand's model, but it skips the third command: some of its rings are red from then on. Beside it, the model that
+    skips nothing. Of the frames, two are drawn."""
     from PIL import Image
     task, frames = Repl(3, "swap", states="none"), []
     lm, commands = models.by_hand(task), itertools.count(1)
@@ -2962,17 +2963,22 @@ def test_the_movie_shows_what_the_model_believes_and_what_python_holds(monkeypat
         return hidden, state if is_swap and next(commands) == 3 else after
 
     def look(writer):
-        text, [image], [rings] = writer.fig.axes[0].texts[0], writer.fig.axes[1].images, writer.fig.axes[1].collections
+        left, *panels = writer.fig.axes
+        text, [image, _], [rings, of_exact] = left.texts[0], *([getattr(x, name)[0] for x in panels]
+                                                               for name in ("images", "collections"))
         places = [(round(y), round(x) + 1) for x, y in rings.get_offsets().tolist()]
         colors = ["red" if color[0] else "black" for color in rings.get_edgecolors()]
+        assert not of_exact.get_edgecolors()[:, 0].any()                  # the other model makes no error
         if len(frames) < 2:
             draw(writer)
         frames.append((text.get_text().splitlines(), image.get_array().tolist(), places, colors))
     monkeypatch.setattr(lm, "forward", forgetful)
+    cfg = train.Config(n_vars=3, states="none", device="cpu", curriculum="8x1")
+    found = {"exact": models.by_hand(task), "forgetful": lm}
+    monkeypatch.setattr(plot, "load", lambda path, **_: (cfg, task, [], found[path]))
     draw = plot.PillowWriter.grab_frame
     monkeypatch.setattr(plot.PillowWriter, "grab_frame", look)
-    use(monkeypatch, task, lm)
-    plot.main("movie run --at 8x4".split())
+    plot.main("movie forgetful exact --at 8x4".split())
     assert Image.open("out/movie.gif").n_frames == 2
     assert (HERE / "assets/movie.gif").stat().st_size < 1_000_000
     assert len(frames) == 1 + (8 + 2 * 2) + 8 and frames[12:] == frames[12:13] * 9        # it holds the last one
