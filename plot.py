@@ -15,13 +15,14 @@ Figures from finished runs, one function each; and looks inside a trained model.
     cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each is one line of JSON
     python plot.py ladder assets/results.jsonl --entry ladder   only the rows of one entry of the notebook
 
-Runs that differ only in their seed are one curve: the median, in a band from worst to best. If they differ in
+Runs that differ only in their seed share a color: thin lines are seeds, a thick line is their median. If they differ in
 more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, curves are named
 by folder. P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
 
 Read `evaluations` and `horizon` first.
 """
 import argparse
+import itertools
 import json
 import math
 import random
@@ -167,14 +168,15 @@ def with_looks(curves):
 
 
 def lines(axes, curves):
-    """For each label, a line at the median over seeds, in a band from minimum to maximum; x is log.
-    curves: {label: [(x, y of one seed), ...]}."""
-    for look, name, points in with_looks(curves):
-        x = sorted({x for x, _ in points})
-        seeds = [np.percentile([y for other, y in points if other == at], [0, 50, 100]) for at in x]
-        low, middle, high = np.transpose(seeds)
-        [line] = axes.plot(x, middle, look, label=name)
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15)
+    """For each label, a thin line for each seed and a thick one for their median; the x axis is logarithmic.
+    curves: {label: {seed: [(x, y), ...]}}."""
+    for look, name, seeds in with_looks(curves):
+        at = defaultdict(list)
+        for points in seeds.values():
+            axes.plot(*zip(*sorted(points)), color=colour_of(name), linewidth=0.8, alpha=0.5)
+            for x, y in points:
+                at[x].append(y)
+        axes.plot(sorted(at), [np.median(at[x]) for x in sorted(at)], look, linewidth=2.5, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
 
@@ -218,21 +220,18 @@ def curve(args):
     return with_legend(figure)
 
 
+def by_seed():
+    """An empty {label: {seed: [(x, y), ...]}}, for `lines`."""
+    return defaultdict(lambda: defaultdict(list))
+
+
 def by_commands(axes, args, title):
-    """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL. A ring on each
-    curve: as long as the last traces in training (the median over seeds)."""
-    curves, ends = defaultdict(list), defaultdict(dict)
+    """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL."""
+    curves = by_seed()
     rows = evaluations(args, "row LxL", lambda stage: stage.length == stage.spacing and not stage.kind)
     for name, result, stage, row in rows:
-        curves[name].append((stage.length, row["accuracy"]))
-        if result["reached"]:                               # by_hand has no stage
-            ends[name][result["seed"]] = parse_stages(result["reached"])[0].length
+        curves[name][result["seed"]].append((stage.length, row["accuracy"]))
     lines(axes, curves)
-    drawn = {line.get_label(): line for line in axes.lines}
-    x = [np.median(list(ends[name].values())) for name in ends]
-    y = [np.interp(at, *drawn[name].get_data()) for name, at in zip(ends, x)]
-    colours = [drawn[name].get_color() for name in ends]
-    axes.scatter(x, y, s=150, facecolors="none", edgecolors=colours, label="longest training traces")
     finish(axes, "commands before the only print", "accuracy (1 is perfect)", title, common("chance", rows))
     return with_legend(axes.figure)
 
@@ -263,26 +262,26 @@ def ladder(args):
     """Word problems, a row per model, a column per group. In a cell: accuracy in words of the trained length."""
     found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
     models = {name: runs[0] for (name, _), runs in found.items()}
-    names = list(models)
-    groups = [group for group in GROUPS if group in {group for _, group in found}]
+    chances = {group: runs[0]["chance"] for (_, group), runs in found.items()}
+    names, groups = list(models), [group for group in GROUPS if group in chances]
     figure, axes = plt.subplots(figsize=(7, 1.5 + len(names) / 2))
     shades = np.full((len(names), len(groups)), np.nan)
-    for (name, group), runs in found.items():
-        i, j = names.index(name), groups.index(group)
-        shades[i, j] = np.median([result["eval"][0]["accuracy"] for result in runs])
-        words = f"{shades[i, j]:.0%}" + (f"\n{len(runs)} seeds" if len(runs) > 1 else "")
-        axes.text(j, i, words, ha="center", va="center", fontsize=9)
-    for i, result in enumerate(models.values()):
-        for j, group in enumerate(groups):
-            if not can_hold(result, group):
-                cell = plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="silver", lw=0)
-                axes.add_patch(cell)
+    for (i, name), (j, group) in itertools.product(enumerate(names), enumerate(groups)):
+        words, color, runs = "not run", "gray", found.get((name, group))
+        if runs:
+            shades[i, j] = np.median([result["eval"][0]["accuracy"] for result in runs])
+            words, color = f"{shades[i, j]:.0%}" + (f"\n{len(runs)} seeds" if len(runs) > 1 else ""), "black"
+        if not can_hold(models[name], group):
+            axes.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="indianred", lw=0))
+            words = words if runs else ""
+        axes.text(j, i, words, ha="center", va="center", fontsize=9, color=color)
     axes.imshow(shades, vmin=0, vmax=1.6, aspect="auto", cmap="YlGn")
     axes.grid(False)
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), [f"{group}\n({chances[group]:.0%})" for group in groups])
     axes.set_yticks(range(len(names)), names)
     length = max(parse_stages(result["trained"])[0].length for runs in found.values() for result in runs)
-    axes.set_xlabel("white: not run; one seed where none are named\nhatched: in theory, impossible in long words for the layers here")
+    axes.set_xlabel("in brackets: chance; where no number of seeds stands, there is one\n"
+                    "red stripes: in theory, so many layers cannot do it in long words", fontsize=9)
     figure.suptitle(f"Which model learns which group? Accuracy in words of {length}")
     return figure
 
@@ -290,12 +289,13 @@ def ladder(args):
 def nats(args):
     """Hidden branches: KL from the exact predictive of an answer to the model's, over traces' length."""
     figure, panels = plt.subplots(1, 2, figsize=(7, 5), sharey=True)
-    titles = {"LxS": "random prints", "LxS:forced": "maybe-swaps, by luck never done"}
+    figure.suptitle("How far are trained models from the exact belief? Thin: seeds; thick: their median", fontsize=11)
+    titles = {"LxS": "Prints as in training", "LxS:forced": "A swap that never happens"}
     for axes, (needs, title) in zip(panels, titles.items()):
         rows = evaluations(args, f"row {needs}", lambda stage: stage.kind == needs[4:])
-        curves, uniform = defaultdict(list), []
+        curves, uniform = by_seed(), []
         for name, result, stage, row in rows:
-            curves[name].append((stage.length, row["kl"]))
+            curves[name][result["seed"]].append((stage.length, row["kl"]))
             uniform.append((stage.length, -math.log(result["chance"]) - row["floor"]))
         lines(axes, curves)
         if common("chance", rows):
@@ -304,7 +304,7 @@ def nats(args):
                       label="a uniform guess")
         axes.set_yscale("log")
         finish(axes, "lines of a trace", "", title, trained=common("trained", rows))
-    panels[0].set_ylabel("KL from the exact belief, nats (less is better)")
+    panels[0].set_ylabel("KL from the exact probabilities,\nnats a print (0 is perfect)")
     return with_legend(figure)
 
 
@@ -395,7 +395,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command, fontsize=10)
-    by_commands(below.subplots(), args, "Which models learn to track in 60,000 traces? Bands: worst to best seed")
+    by_commands(below.subplots(), args, "Which models learn to track in 60,000 traces?\nThin: seeds; thick: their median")
     return figure
 
 

@@ -2724,20 +2724,21 @@ FIGURES = {   # command: runs, and what each panel shows of them
     "headline": ([result([row("8x8", 0.75), row("16x16", 0.5), row("8x8:2")], reached="8x1", seed=seed)
                   for seed in (0, 1)] + [result([row("8x8", 0.5), row("16x16", 0.25)], reached="12x1", model="gru")],
                  [{"deltanet, 2 seeds": [(8, 0.75), (16, 0.5)], "gru, 1 seed": [(8, 0.5), (16, 0.25)],
-                   "longest training traces": [(8, 0.75), (12, 0.375)], "chance": CHANCE}]),
+                   "seeds": [[(8, 0.75), (16, 0.5)]] * 2 + [[(8, 0.5), (16, 0.25)]], "chance": CHANCE}]),
     "horizon": ([result([row("64x64", 0.75), row("96x96", 0.5), row("128x64", 0.25)]),
                  result([row("64x64", 0.25)], seed=1), result([row("64x64", 1)], seed=2),
                  {**result([row("64x64")], None, None, seed=1), "model": "by_hand"}],
                 [{"deltanet, 3 seeds": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)],
-                  "longest training traces": [(64, 0.75)], "chance": CHANCE}]),
+                  "seeds": [[(64, 0.75), (96, 0.5)], [(64, 0.25)], [(64, 1)], [(64, 1)]], "chance": CHANCE}]),
     "nats": ([result([row(f"{L}x2{kind}", kl=kl * L, floor=0.5) for L in (64, 128)
                       for kind, kl in (("", 1), (":forced", 2))], chance=math.exp(-2), task="pfsa")],
-             [{"deltanet, 1 seed": [(64, 64 * kl), (128, 128 * kl)], "trained up to here": [(64, 0), (64, 1)],
+             [{"deltanet, 1 seed": [(64, 64 * kl), (128, 128 * kl)], "seeds": [[(64, 64 * kl), (128, 128 * kl)]], "trained up to here": [(64, 0), (64, 1)],
                "a uniform guess": [(64, 1.5), (128, 1.5)]} for kl in (1, 2)]),
     "ladder": ([on("S3", 0.9, 0.2), on("S3", 1, 0.98, seed=1), on("S3", 0.95, 0.96, seed=2), on("Z2", 1, 0.5),
-                on("Z2", 0.9, 0.5, "ssm")],
-               [{("lstm", "S3"): ("95%\n3 seeds", 0.95), ("lstm", "Z2"): ("100%", 1), ("ssm", "Z2"): ("90%", 0.9),
-                 ("ssm", "S3"): "hatched"}]),
+                on("Z2", 0.9, 0.5, "ssm"), on("S3", 0.8, 0.5, "gru")],
+               [{("lstm", "S3\n(25%)"): ("95%\n3 seeds", 0.95), ("lstm", "Z2\n(25%)"): ("100%", 1),
+                 ("ssm", "Z2\n(25%)"): ("90%", 0.9), ("ssm", "S3\n(25%)"): "hatched",
+                 ("gru", "S3\n(25%)"): ("80%", 0.8), ("gru", "Z2\n(25%)"): ("not run", None)}]),
     "samples": ([result([row("32x1")], "32x1", task="parity",
                         held_out=[[100, "32x1", 0.9], [200, "32x1", 0.96], [300, "32x1", 1]]),
                  result([row("32x1", 0.5)], "32x1:2", task="parity", model="lstm",
@@ -2747,22 +2748,22 @@ FIGURES = {   # command: runs, and what each panel shows of them
 
 
 def shown(axes):
-    """The named lines and rings of a panel, its points, or the words and the shades of its cells."""
+    """The lines of a panel, its points, or the words and the shades of its cells."""
     columns = [label.get_text() for label in axes.get_xticklabels()]
     rows, found = [label.get_text() for label in axes.get_yticklabels()], {}
     for line in axes.lines:
         points = [(x, round(y, 9)) for x, y in line.get_xydata().tolist()]
         if line.get_label()[0] != "_":
             found[line.get_label()] = points
-        else:
+        elif line.get_linestyle() == "None":
             [(x, y)] = points
             found[rows[round(y)], x] = line.get_fillstyle()
-    for rings in axes.collections:
-        if rings.get_label()[0] != "_":
-            found[rings.get_label()] = [tuple(point) for point in rings.get_offsets().tolist()]
+        else:
+            found.setdefault("seeds", []).append(points)
     for image in axes.images:
         for (x, y), words in ((text.get_position(), text.get_text()) for text in axes.texts):
-            found[rows[y], columns[x]] = words, round(image.get_array()[y, x], 9)
+            shade = image.get_array()[y, x]                               # masked where there is no run
+            found[rows[y], columns[x]] = words, None if np.ma.is_masked(shade) else round(shade, 9)
     for cell in axes.patches:
         x, y = cell.get_center()
         found[rows[round(y)], columns[round(x)]] = "hatched"
@@ -2878,7 +2879,7 @@ def test_the_curve_of_a_run_has_a_point_where_each_stage_was_passed_and_where_it
 
 def test_what_is_not_true_of_all_curves_is_not_drawn():
     runs = [result([row("64x64")], chance=0.25), result([row("64x64")], model="gru")]
-    always = {"deltanet, 1 seed", "gru, 1 seed", "longest training traces"}
+    always = {"deltanet, 1 seed", "gru, 1 seed", "seeds"}
     assert shown(plot.horizon(of(*runs)).axes[0]).keys() == {*always, "chance"}
     runs[1]["chance"] = 0.5
     assert shown(plot.horizon(of(*runs)).axes[0]).keys() == always
