@@ -3102,7 +3102,7 @@ def snippets():
 
 def test_a_trained_model_in_python_is_six_lines_that_print_what_the_readme_says(capsys, monkeypatch):
     monkeypatch.chdir(HERE)
-    source = snippets()[0]
+    source = snippets()[3]
     exec(source, {})
     tokens, values = capsys.readouterr().out.splitlines()
     assert values in source and len([line for line in source.splitlines() if line and "import" not in line]) <= 6
@@ -3111,12 +3111,12 @@ def test_a_trained_model_in_python_is_six_lines_that_print_what_the_readme_says(
 
 
 def test_the_deltanet_written_by_hand_in_the_readme_is_right(capsys):
-    exec(snippets()[1], {})
+    exec(snippets()[0], {})
     assert capsys.readouterr().out == "tensor(1.)\n"
 
 
 def test_a_task_of_ones_own_is_at_most_12_lines_and_works():
-    source, scope = snippets()[3], dict(vars(data))
+    source, scope = snippets()[2], dict(vars(data))
     exec(source, scope)
     assert len([line for line in source.splitlines() if line.strip()]) <= 12
     task = scope["Modular"]()
@@ -3131,7 +3131,7 @@ def test_a_task_of_ones_own_is_at_most_12_lines_and_works():
 
 def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     scope = dict(vars(data))
-    exec(snippets()[3], scope)
+    exec(snippets()[2], scope)
     monkeypatch.setitem(train.TASKS, "modular", scope["Modular"])
     args = ["--task", "modular", "--curriculum", "2x1 4x1", "--eval-at", "4x1", "--cooldown", "640"]
     assert train.main([*args, "--max-samples", "6000", "--out", str(tmp_path)]) == 0
@@ -3139,7 +3139,7 @@ def test_a_task_of_ones_own_is_learned(tmp_path, monkeypatch):
 
 
 def test_a_mixer_of_ones_own_is_at_most_8_lines_and_its_parameter_learns(monkeypatch, tmp_path):
-    source, scope = snippets()[2], dict(vars(models))
+    source, scope = snippets()[1], dict(vars(models))
     exec(source, scope)
     assert len([line for line in source.splitlines() if line.strip()]) <= 8
     monkeypatch.setitem(models.MIXERS, "retention", scope["Retention"])
