@@ -1,23 +1,25 @@
 """
-Figures from finished runs, one function each; and looks inside a trained model.
+Figures of finished runs, one function for each, and looks inside a trained model.
 
-    python plot.py --all                                        every figure in assets/, in seconds
-    python plot.py curve out/deltanet-repl*                     accuracy while training, stage by stage
-    python plot.py headline out/*                               a memory that swaps; accuracy before one print
-    python plot.py horizon out/* --by gates,cooldown            read without prints
-    python plot.py ladder out/*-group* --by n_householder       a row per model, a column per group
-    python plot.py samples out/*-parity* --by states            traces until 95 % are right (P2 Fig. 5)
-    python plot.py nats out/*-pfsa*                             hidden branches: KL to the exact predictive
-    python plot.py filters                                      where linear filters die (P1 Figs. 9 and 10)
-    python plot.py heads out/deltanet-repl --at 512x4           which head tracks (P1 Figs. 5, 6, 11, 12)
-    python plot.py movie assets/*.pt                            what models believe, line by line
+    python plot.py --all                                        all figures in assets/, in a minute
+    python plot.py curve out/deltanet-repl*                     accuracy during training, stage by stage
+    python plot.py headline out/*                               a memory that swaps; accuracy at a trace's only print
+    python plot.py horizon out/* --by gates,cooldown            accuracy at a trace's only print
+    python plot.py ladder out/*-group* --by n_householder       a row for each model, a column for each group
+    python plot.py samples out/*-parity* --by states            traces until 95 % of the answers are right (P2 Fig. 5)
+    python plot.py variables out/*-n_vars=*                     traces until all stages are passed, over n_vars
+    python plot.py nats out/*-pfsa*                             hidden branches: KL from the exact probabilities
+    python plot.py filters                                      when a linear filter loses its mass (P1 Figs. 9, 10)
+    python plot.py heads out/deltanet-repl --at 512x4           which head tracks the state (P1 Figs. 5, 6, 11, 12)
+    python plot.py movie assets/*.pt                            what models expect to be printed, line by line
 
-    cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each is one line of JSON
-    python plot.py ladder assets/results.jsonl --entry ladder   only the rows of one entry of the notebook
+    cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each result is one line of JSON
+    python plot.py ladder assets/results.jsonl --entry ladder   only the lines of one entry of the notebook
 
-Runs that differ only in their seed share a color: thin lines are seeds, a thick line is their median. If they differ in
-more, --by names the settings that tell them apart, as --by states,learning_rate; if in nothing, curves are named
-by folder. P1 is arXiv 2602.14814, P2 "Grounding Code Understanding in Step-by-Step Execution".
+Runs that differ only in their seed form one curve: each seed is a thin line, and their median a thick one. If
+runs differ in other settings, --by names the settings that tell them apart, as in --by states,learning_rate. If
+runs do not differ in anything, curves are named by their folders. P1 is arXiv 2602.14814, P2 "Grounding Code
+Understanding in Step-by-Step Execution".
 
 Read `evaluations` and `horizon` first.
 """
@@ -48,17 +50,18 @@ from train import ASIDE, Config, beliefs, evaluate, load
 
 plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150,
                      "axes.grid": True, "grid.alpha": 0.3})
-ASIDE_HERE = {"seed", *ASIDE}                               # runs of one curve may differ in these
+ASIDE_HERE = {"seed", *ASIDE}                               # settings in which the runs of one curve may differ
 COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "deltaproduct": "C4", "ssm": "C5",
            "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
-STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # of five curves; they differ in grey, too
+STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # five curves can also be told apart when printed in gray
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Runs
 
 def read_lines(path, entry=None):
-    """-> the JSON objects of a file, one a line; with an entry, those whose "entry" it is."""
+    """-> the JSON objects in a file that has one on each line; if `entry` is given, only those with that
+    "entry"."""
     try:
         rows = [json.loads(line) for line in open(path) if line.strip()]
     except ValueError:
@@ -70,20 +73,21 @@ def read_lines(path, entry=None):
 
 
 def load_runs(args, key="eval", needs="result", fits=lambda row: True):
-    """-> [(label, result), ...] of the finished runs that the command line names; of result[key] only the rows that
-    fit. Runs without any are left out and named, as is what is no run. needs: the missing row, in words."""
+    """-> [(label, result), ...] of the finished runs that the command line names. result[key] keeps the rows for
+    which fits(row) holds. Runs without such a row are skipped and reported, and so are paths that are no run;
+    `needs` describes the missing row."""
     runs, found = [], []
     for path in map(Path, args.paths):
         if path.suffix in (".json", ".jsonl") and not path.is_dir():
             runs += [{**row, "place": str(path)} for row in read_lines(path, args.entry) if "config" in row]
         elif (path / "result.json").exists():
-            place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))        # seeds share a place
+            place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))        # a label names all seeds
             runs += [{**row, "place": place} for row in read_lines(path / "result.json")]
         else:
             args.left_out.append(f"{path} is " + ("not finished" if (path / "ckpt.pt").exists() else "no run"))
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
-    for result in runs:       # tables omit settings that are at today's defaults
+    for result in runs:       # lines of a table omit the settings that have their default value
         result["config"] = {**asdict(Config()), **result["config"]}
         result["recipe"] = {name: x for name, x in result["config"].items() if name not in ASIDE_HERE}
     for result in runs:
@@ -100,14 +104,14 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
 
 
 def label(result, runs, names):
-    """The model, and those of the named settings in which its runs differ, or that are not at their default. If the
-    same run is there twice, also its place."""
+    """-> the name of a run's curve: its model, and those of the settings `names` in which runs of this model
+    differ or that do not have their default value. If the same run occurs twice, also its folder."""
     words = [result["model"]]
     same = [other for other in runs if other["model"] == result["model"]]
     for name in names:
         value, default = result["config"].get(name), getattr(Config, name, None)
         if value is None or all(other["config"].get(name) == value == default for other in same):
-            continue                                        # None: a setting of older runs
+            continue                                        # None: older runs lack this setting
         words.append(f"[{1 - value:g}, 1]" if name == "beta_max" else f"{name} {value}")
     seeds = [other["seed"] for other in same if other["recipe"] == result["recipe"]]
     if len(set(seeds)) < len(seeds):
@@ -116,7 +120,8 @@ def label(result, runs, names):
 
 
 def seeds_of(labelled):
-    """[(label, result), ...] -> {label: [result of each seed, ...]}. ValueError if they differ in more."""
+    """[(label, result), ...] -> {label: [result of each seed, ...]}. Raises ValueError if the runs of a label
+    differ in anything but their seed."""
     groups = defaultdict(list)
     for name, result in labelled:
         for other in groups[name]:
@@ -135,7 +140,8 @@ def with_seeds(name, results):
 
 
 def evaluations(args, needs="row", fits=lambda stage: True):
-    """-> [(label, result, stage, row), ...]: the rows of each run's evaluation, at stages that fit."""
+    """-> [(label, result, stage, row), ...]: the evaluations of each run at stages for which fits(stage)
+    holds."""
     found = []
     runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
     for name, results in seeds_of(runs).items():
@@ -146,8 +152,8 @@ def evaluations(args, needs="row", fits=lambda stage: True):
 
 
 def common(key, rows):
-    """result[key] of these (label, result, ...) if it is the same in all, else None. by_hand has no stage."""
-    values = {result[key] for _, result, *_ in rows} - {None}
+    """result[key] if it is the same in all of these (label, result, ...), else None."""
+    values = {result[key] for _, result, *_ in rows} - {None}           # None: by_hand was never trained
     return values.pop() if len(values) == 1 else None
 
 
@@ -160,7 +166,8 @@ def colour_of(name):
 
 
 def with_looks(curves):
-    """{label: curve} -> (look, label, curve) of each: the colour of its model, a style of its own."""
+    """Yield (look, label, curve) for each curve of {label: curve}. A look is the colour of its model and a
+    style."""
     if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves: choose 1 to 5 by --models")
     for style, (name, curve) in zip(STYLES, curves.items()):
@@ -182,7 +189,7 @@ def lines(axes, curves):
 
 
 def finish(axes, x_label, y_label, title, chance=None, trained=None):
-    """Labels; lines at chance and at the length of the stage `trained`."""
+    """Set the labels, and draw lines at chance and at the length of the stage `trained`."""
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     if chance:
         axes.axhline(chance, color="gray", linestyle=":", label="chance")
@@ -191,7 +198,7 @@ def finish(axes, x_label, y_label, title, chance=None, trained=None):
 
 
 def with_legend(figure):
-    """One legend for all panels, below them. -> the figure."""
+    """Draw one legend for all panels, below them. -> the figure."""
     named = {}
     for axes in figure.axes:
         named |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels())}
@@ -200,10 +207,11 @@ def with_legend(figure):
 
 
 def curve(args):
-    """Held-out accuracy while training, a line per run. Each stage is a band of its own, from 0 to 100 %."""
+    """Held-out accuracy during training, a line for each run. Each stage has a horizontal band of its own, in
+    which accuracy goes from 0 to 100 %."""
     figure, axes = plt.subplots()
     runs, bands = load_runs(args, "held_out", "test while training (see --eval-every)"), {}
-    for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # it knows the order
+    for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # the longest one has the order of stages
         result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
         bands |= dict.fromkeys(result["stages"])
     for look, name, results in with_looks(seeds_of(runs)):
@@ -246,8 +254,8 @@ HOLDS = {"ssm": ["Z2"], "rotary_ssm": ["Z2", "Z60"], "transformer": ["Z2", "Z60"
 
 
 def can_hold(result, group):
-    """Whether, in theory, a model of this shape holds words of any length; True if no theory excludes it. Sources: the
-    ladder's entry in assets/RESULTS.md."""
+    """Whether a model of this shape can, in theory, track words of any length. True if no theory excludes it. The
+    sources are in assets/RESULTS.md, "The ladder"."""
     model, shape = result["model"], result["config"]
     if model != "transformer" and shape["n_layer"] > 1:
         return True                                         # the theory is about one layer
@@ -259,7 +267,8 @@ def can_hold(result, group):
 
 
 def ladder(args):
-    """Word problems, a row per model, a column per group. In a cell: accuracy in words of the trained length."""
+    """Word problems: a row for each model, a column for each group. A cell shows the accuracy in words of the
+    trained length."""
     found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
     models = {name: runs[0] for (name, _), runs in found.items()}
     chances = {group: runs[0]["chance"] for (_, group), runs in found.items()}
@@ -287,7 +296,8 @@ def ladder(args):
 
 
 def nats(args):
-    """Hidden branches: KL from the exact predictive of an answer to the model's, over traces' length."""
+    """Hidden branches: KL divergence from the exact probabilities of an answer to the model's, over the length of
+    traces."""
     figure, panels = plt.subplots(1, 2, figsize=(7, 5), sharey=True)
     figure.suptitle("How far are trained models from the exact belief? Thin: seeds; thick: their median", fontsize=11)
     titles = {"LxS": "Prints as in training", "LxS:forced": "A swap that never happens"}
@@ -309,8 +319,9 @@ def nats(args):
 
 
 def samples(args):
-    """Traces until 95 % of the held-out answers were right: a panel per task, a row per label, a marker per
-    run. Hollow: not reached; drawn where the run ended, with its accuracy there."""
+    """Traces until 95 % of the held-out answers are right: a panel for each task, a row for each label, and a
+    marker for each run. A hollow marker shows where a run finished without reaching 95 %, and its accuracy
+    there."""
     labelled = []
     for name, result in load_runs(args):
         [stage] = parse_stages(result["trained"])
@@ -342,9 +353,29 @@ def samples(args):
     return figure
 
 
+def variables(args):
+    """Traces until the last stage is passed, over the number n of variables: a dot for each run. A hollow dot shows
+    where a run finished before. Lines of n log n and n! begin at the median of the fewest variables."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    needed = defaultdict(list)
+    for name, result in load_runs(args):
+        n, passed = result["config"]["n_vars"], [row["stage"] for row in result["passed"]]
+        done = result["trained"] in passed
+        needed[n].append(result["passed"][-1]["samples"] if done else result["samples"])
+        axes.plot(n, needed[n][-1], "o", color=colour_of(name), fillstyle="full" if done else "none")
+    x = sorted(needed)
+    for look, name, f in (("k--", "n log n", lambda n: n * math.log(n)), ("k:", "n!", math.factorial)):
+        axes.plot(x, [np.median(needed[x[0]]) * f(n) / f(x[0]) for n in x], look, label=f"grows as {name}")
+    axes.set_yscale("log")
+    axes.set_ylim(top=2 * max(map(max, needed.values())))
+    finish(axes, "n, the number of variables", "traces until the last stage is passed", "What more variables cost")
+    return with_legend(figure)
+
+
 def filters(args):
-    """Left, P1 Fig. 9: the mass of a linear filter over prints of probability 1/2, in four dtypes. Right, P1
-    Fig. 10: P(3 holds 3) in the marginal recurrence, and what Sinkhorn makes of it; in truth it is 1."""
+    """Left, P1 Fig. 9: the mass of a linear filter after prints of probability 1/2 each, in four dtypes. Right,
+    P1 Fig. 10: the probability that variable 3 holds 3, in the marginal recurrence and after Sinkhorn's
+    normalization. The exact probability is 1."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     for dtype, look in zip([torch.float16, torch.bfloat16, torch.float32, torch.float64], STYLES):
         states = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)
@@ -364,9 +395,10 @@ def filters(args):
 
 @torch.no_grad()
 def swap(S, x, y, beta, steps=1):
-    """S (6, n) with rows x and y swapped as well as the delta rule can with v = 0 and this beta. At beta 2, one step does
-    it, a reflection. At beta 1, a step is a projection, which only shrinks. But if each key is turned a little further,
-    they carry the rows' difference through the empty last row to its negative, and keep cos(pi / steps)^steps of it."""
+    """S (6, n) with rows x and y swapped as well as the delta rule can with v = 0 and this beta. At beta 2, one
+    step does it, a reflection. At beta 1, a step is a projection, which only shrinks. But if each key is turned a
+    little further, they carry the rows' difference through the empty last row to its negative, and keep cos(pi /
+    steps)^steps of it."""
     difference, empty = torch.zeros(2, 6)
     difference[x], difference[y], empty[-1] = 0.5 ** 0.5, -0.5 ** 0.5, 1
     angle = torch.arange(1, steps + 1)[:, None] * math.pi / steps if beta == 1 else torch.tensor([[math.pi / 2]])
@@ -376,8 +408,8 @@ def swap(S, x, y, beta, steps=1):
 
 
 def headline(args):
-    """Above: what a memory holds while `swap` executes commands with beta 2 and with beta 1. Below: accuracy over the
-    commands before a trace's only print."""
+    """Above: what a memory holds while `swap` executes commands with beta 2 and with beta 1. Below: accuracy over
+    the commands before a trace's only print."""
     figure = plt.figure(figsize=(7, 9))
     above, below = figure.subfigures(2, 1)
     commands = {"at first": [], "= c, b, a, d, e": [(0, 2)], "= b, e, d, c, a": [(0, 1), (1, 4), (2, 3)],
@@ -395,7 +427,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command, fontsize=10)
-    by_commands(below.subplots(), args, "Which models learn to track in 60,000 traces?\nThin: seeds; thick: their median")
+    by_commands(below.subplots(), args, "Which models learn to track in 60,000 traces?\nThin: seeds; thick: median")
     return figure
 
 
@@ -421,8 +453,9 @@ SCALES = [1, 0.9, 0.8, 0.7, 0.6, 0.5]                       # factors on one hea
 
 @torch.no_grad()
 def measure_heads(args, traces=32):
-    """Of each delta head, "layer.head": its betas, the principal components of its keys, and accuracy while
-    its betas are scaled down: from eigenvalues in [-1, 1], step by step, to [0, 1]."""
+    """-> for each head of a delta rule, named "layer.head": its betas, the principal components of its keys, and
+    the model's accuracy if the betas of this head are multiplied by each of SCALES, which takes its eigenvalues
+    from [-1, 1] to [0, 1]."""
     if len(args.paths) > 1:
         raise ValueError("heads looks into one model: give one run")
     cfg, task, stage, model = trained(args.paths[0], args.at, traces, DeltaNet)
@@ -454,8 +487,9 @@ def measure_heads(args, traces=32):
 
 
 def heads(args):
-    """Betas (P1 Figs. 5, 11), principal components of keys (5, 12), accuracy while one head's betas are
-    scaled down (6). In colour: the most needed head. The numbers are saved to a .jsonl, to redraw it."""
+    """The betas of each head (P1 Figs. 5, 11), the principal components of its keys (5, 12), and the accuracy if
+    its betas are scaled down (6). The head that the model needs most is drawn in colour. The numbers are saved in
+    a .jsonl file, from which the figure can be drawn again."""
     if args.paths[0].endswith(".jsonl"):
         measured = read_lines(args.paths[0], args.entry)[-1]                # if it has several lines, the last
     else:
@@ -485,9 +519,9 @@ def heads(args):
 
 @torch.no_grad()
 def movie(args, lines=40):
-    """The first lines of a held-out trace, one a frame, which one or several models read. Beside them, for each model, how
-    probable it finds each value of a variable, and a ring at the value that the variable holds in Python. The ring is red
-    if another value is the most probable one."""
+    """One or several models read the first lines of a held-out trace, one line a frame. For each model, shades
+    show how probable it finds each value of each variable, and a ring marks the value that the variable holds in
+    Python. The ring is red if the model finds another value more probable."""
     cfgs, tasks, stages, models = zip(*(trained(path, args.at, 1) for path in args.paths))
     task, n = tasks[0], tasks[0].n_vars
     if any(other.tokenizer.pieces != task.tokenizer.pieces or other.n_vars != n for other in tasks):
@@ -535,7 +569,8 @@ def movie(args, lines=40):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, nats, filters, heads, movie]}
+COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, variables, nats, filters, heads,
+                                      movie]}
 TABLE = "assets/results.jsonl --entry"
 ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline.png": f"headline {TABLE} length",
