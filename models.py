@@ -1,31 +1,34 @@
 """
-One language model, twelve mixers, most of them an equation, and a control without a mixer.
+One language model, twelve mixers to choose from, most of them one equation each, and a control without a mixer.
+A *mixer* is the part of a layer that carries information from token to token, as attention does in a Transformer.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
 
   linear_attention  S_t = S_{t-1} + k_t v_t^T
   deltanet          S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T         beta in [0, beta_max]
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
-  kda               the same, g in (0, 1)^K: each row of the state has its own gate
-  deltaproduct      n_householder delta steps per token
-  ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   Mamba-2's shape
-  rotary_ssm        S_t = (1 - beta_t) R_t S_{t-1} + beta_t k_t v_t^T               R turns pairs of rows
-  block_diagonal    h_t = A_t h_{t-1}, blocks of h scaled to length 1               A of dense 8x8 blocks
+  kda               the same, but g in (0, 1)^K: each row of the state has its own gate
+  deltaproduct      n_householder steps of deltanet per token
+  ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   state-space model, as Mamba-2
+  rotary_ssm        S_t = (1 - beta_t) R_t S_{t-1} + beta_t k_t v_t^T               R_t rotates pairs of rows
+  block_diagonal    h_t = A_t h_{t-1}, blocks of h scaled to length 1               A_t of dense 8x8 blocks
   m2rnn             S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)       not linear in S
   lstm, gru         torch's own, not linear in the state either
-  transformer       softmax(q k^T) v with rotary positions; its "state" is the growing cache
-  no_mixer          a control: what the convolution and the MLP can do alone
+  transformer       softmax(q k^T) v with rotary positions; its state is the KV cache, which grows
+  no_mixer          a control: shows what the convolution and the MLP can do alone
 
-Mixers with an S give out o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2 the eigenvalue
-1 - beta_t reaches -1 (a swap is a reflection), with beta_max = 1 it stays in [0, 1]. "a+b" alternates mixers.
-In front of every mixer is the same short convolution; conv=0 leaves it out.
+Mixers with a matrix S have the output o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2, the eigenvalue
+1 - beta_t can be as low as -1. Swapping two rows in one step needs that, because a swap is a reflection. With
+beta_max = 1, the eigenvalue stays in [0, 1]. The model "a+b" alternates the mixers a and b, block by block. The same
+short convolution precedes every mixer; conv=0 leaves it out.
 
-All have forward(x, state) -> (y, state). x is the whole sequence in training, one line after another in
---play, one segment after another in a long evaluation. The state is what a mixer carries from token to token,
-not the state of the program that it reads; None is the start.
+All mixers have forward(x, state) -> (y, state). In training, x is the whole sequence. In --play, x is one line at a
+time, and in a long evaluation one segment at a time. The *state* is what a mixer carries from token to token; None
+is the state at the start. Only the state heads deal with another one, the program's state: what its variables hold.
 
-Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. At the end, a DeltaNet whose weights
-are written by hand. Not here: dropout, weight tying, padding masks.
+Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. P1 and P2 are the papers that data.py names;
+it also defines a trace and a command. At the end is a DeltaNet whose weights are written by hand. Not here: dropout,
+weight tying, padding masks.
 
 Read `DeltaNet` and `LM` first. Look at all mixers, and check yours:   python models.py
 """
@@ -44,7 +47,7 @@ PAD = 0                                            # the token after a trace's e
 
 
 class RMSNorm(nn.RMSNorm):
-    """In the dtype of its weight, also under autocast."""
+    """Computes in the dtype of its weight, also under autocast."""
 
     def __init__(self, width):
         super().__init__(width, eps=1e-5)          # torch's own eps would depend on the dtype
@@ -54,8 +57,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Linear(nn.Linear):
-    """Its weights start normal, with a standard deviation of 1 / sqrt(terms * inputs): so the sum of `terms` such
-    outputs varies as much as one input. `init_weights` draws them. Its bias starts at 0."""
+    """`init_weights` draws the weights from N(0, 1 / (terms * inputs)), so the sum of `terms` outputs has the variance
+    of one input. The bias starts at 0."""
 
     def __init__(self, inputs, outputs, bias=False, terms=1):
         super().__init__(inputs, outputs, bias)
@@ -68,8 +71,8 @@ class Linear(nn.Linear):
 # The short convolution in front of every mixer
 
 class ShortConv(nn.Module):
-    """x plus its causal convolution over `width` tokens, channel by channel; width 0: only x. It is
-    the Canon layer of Allen-Zhu (2512.17351). State: the last width - 1 inputs."""
+    """Returns x plus its causal convolution over `width` tokens, channel by channel; with width 0, it returns x.
+    This is the Canon layer of Allen-Zhu (2512.17351). State: the last width - 1 inputs."""
 
     def __init__(self, channels, width):
         super().__init__()
@@ -88,13 +91,14 @@ class ShortConv(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The linear RNNs: each changes a few lines of the one that it inherits from
+# The linear RNNs: each class changes a few lines of its base class
 
 class LinearAttention(nn.Module):
     """Katharopoulos et al. 2006.16236 without a normaliser: S_t = S_{t-1} + k_t v_t^T.
 
-    Also the base class of mixers with S: q, k, v from a projection and SiLU (`keys` may differ); q and k of
-    unit length; a scan; a norm on its output. State: the scan's, (B, H, K, V) in fp32."""
+    This is also the base class of the mixers with a matrix S. A projection and SiLU give q, k and v (a subclass may
+    override `keys`), and q and k are scaled to length 1. Then a *scan* runs the recurrence over all tokens, and its
+    output is normalised and projected. State: S after the last token, (B, H, K, V) in fp32."""
     steps = 1                                                           # keys and values per token
 
     def __init__(self, cfg):
@@ -115,7 +119,7 @@ class LinearAttention(nn.Module):
         """(B, T, D) -> q (B, T, H, K), k and v (B, T*steps, H, K)."""
         q, k, v = F.silu(self.to_q(x)), self.keys(x), F.silu(self.to_v(x))
         q, k, v = (y.view(len(x), -1, self.n_head, self.head_dim) for y in (q, k, v))
-        q = F.normalize(q, dim=-1).to(v.dtype)                          # autocast would leave it in fp32
+        q = F.normalize(q, dim=-1).to(v.dtype)                          # autocast would leave q in fp32
         k = F.normalize(k, dim=-1).to(v.dtype)
         return q, k, v
 
@@ -129,8 +133,8 @@ class LinearAttention(nn.Module):
 
 
 class Bit(torch.autograd.Function):
-    """z/4, clipped to [-1/2, 1/2]. Its gradient is that of sigmoid(z) (straight-through, 1308.3432), so that it can
-    leave both ends again."""
+    """A bit minus 1/2: z/4, clipped to [-1/2, 1/2]. Its gradient is that of sigmoid(z) (a straight-through estimator,
+    1308.3432), so training can move a bit away from either end again."""
 
     @staticmethod
     def forward(ctx, z):
@@ -144,11 +148,11 @@ class Bit(torch.autograd.Function):
 
 
 class DeltaNet(LinearAttention):
-    """Yang et al. 2406.06484: overwrite what the key holds. beta_max = 2 follows Grazzi et al. 2411.12537.
+    """Yang et al. 2406.06484: overwrite what S holds under the key. beta_max = 2 follows Grazzi et al. 2411.12537.
 
-    With cfg.gates "exact", betas are bits, and keys come from a hidden layer of bits: so a key can depend on several
-    names in x at once. After training, most bits are exactly at an end. With "sigmoid", as in P1, beta is
-    beta_max sigmoid(z), and keys are made like values."""
+    With cfg.gates "exact", beta is beta_max times a bit, and keys are computed from a hidden layer of bits, so a key
+    can depend on several names in x at once. After training, most bits are exactly 0 or 1. With "sigmoid", as in P1,
+    beta is beta_max * sigmoid(z), and keys are computed like values."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -172,7 +176,7 @@ class DeltaNet(LinearAttention):
 
 
 class GatedDeltaNet(DeltaNet):
-    """Yang et al. 2412.06464: DeltaNet whose state also decays, by a sigmoid that starts at 0.98."""
+    """Yang et al. 2412.06464: a DeltaNet whose state is also multiplied by a gate, a sigmoid that starts near 0.98."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -185,8 +189,8 @@ class GatedDeltaNet(DeltaNet):
 
 
 class KDA(GatedDeltaNet):
-    """Kimi Linear, 2510.26692: GatedDeltaNet with a gate for each channel of the keys. (In the paper, gates
-    come from a low-rank projection and an exponential, and the output is gated.)"""
+    """Kimi Linear, 2510.26692: a GatedDeltaNet with a gate for each channel of the keys. (The paper computes the gates
+    with a low-rank projection and an exponential, and it also gates the output.)"""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -194,8 +198,8 @@ class KDA(GatedDeltaNet):
 
 
 class DeltaProduct(DeltaNet):
-    """Siems et al. 2502.10297: n_householder delta steps per token; together they can be a product of
-    reflections."""
+    """Siems et al. 2502.10297: n_householder steps of DeltaNet per token. With beta = 2, each step is a reflection (a
+    Householder matrix), so a token can apply a product of reflections."""
 
     def __init__(self, cfg):
         self.steps = cfg.n_householder
@@ -208,9 +212,9 @@ class DeltaProduct(DeltaNet):
 
 
 class SSM(LinearAttention):
-    """Dao and Gu 2405.21060, Mamba-2's shape: the whole state is multiplied by 1 - beta, whatever the key.
-    Unlike Mamba's exp(-dt), 1 - beta is negative where beta is above 1. As in Mamba, beta starts near 0, so
-    that the state is kept."""
+    """A state-space model of Mamba-2's shape (Dao and Gu 2405.21060): the whole state is multiplied by 1 - beta,
+    whatever the key is. Unlike Mamba's exp(-dt), 1 - beta is negative where beta is above 1. As in Mamba, beta starts
+    near 0, so an untrained model keeps its state."""
     def __init__(self, cfg):
         super().__init__(cfg)
         self.beta_max = cfg.beta_max
@@ -226,16 +230,17 @@ class SSM(LinearAttention):
 
 
 def turn(x, angle):
-    """Turn pairs of channels, i and K/2 + i, of x (..., K) by angle (..., K/2)."""
+    """Rotates pairs of channels, i and K/2 + i, of x (..., K) by angle (..., K/2)."""
     cos, sin = angle.cos(), angle.sin()
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
 class RotarySSM(SSM):
-    """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token turns pairs of rows of the
-    state by angles that it chooses. The code turns k and q instead, by the sum of all angles so far (R_t
-    above: by minus the angle). State: the scan's, not turned, and that sum, (B, 1, D/2)."""
+    """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token rotates pairs of rows of the
+    state by angles that the token chooses. Instead of the state, the code rotates k and q, by the sum of all angles so
+    far; so R_t at the top of this file rotates by minus the token's angle. State: the scan's state, which is not
+    rotated, and the sum of the angles, (B, 1, D/2)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -250,12 +255,12 @@ class RotarySSM(SSM):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The others. Those with a loop over time are slow.
+# The other mixers. BlockDiagonal and M2RNN loop over time in Python, so they are slow.
 
 class BlockDiagonal(nn.Module):
-    """A bilinear RNN (2505.21749): h_t = A_t h_{t-1}, where A_t consists of dense 8x8 blocks, linear in x_t.
-    No input is added, so h_0 is learned. A block's part of h is scaled to length 1 at every step, as products
-    of many A_t overflow. State: h, (B, D/4, 8)."""
+    """A bilinear RNN (2505.21749): h_t = A_t h_{t-1}, where A_t consists of dense 8x8 blocks that are linear in
+    x_t. No input is added to h, so h_0 is learned. At every step, each block's part of h is scaled to length 1, because
+    a product of many A_t overflows. State: h, (B, D/4, 8)."""
     size = 8
 
     def __init__(self, cfg):
@@ -277,7 +282,7 @@ class BlockDiagonal(nn.Module):
 
 
 class M2RNN(LinearAttention):
-    """Mishra et al. 2603.14360: an RNN with tanh, whose state is as large as DeltaNet's. f = 1 keeps S."""
+    """Mishra et al. 2603.14360: an RNN with tanh, whose state is as large as DeltaNet's. A gate of f = 1 keeps S."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -304,7 +309,7 @@ def rotate(x, start):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention with rotary positions. State: keys and values so far, (B, H, T, K) each."""
+    """Causal softmax attention with rotary positions. State: the keys and values so far, (B, H, T, K) each."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -320,7 +325,7 @@ class Attention(nn.Module):
         if state:
             k = torch.cat([state[0], k], 2)
             v = torch.cat([state[1], v], 2)
-        # The last query sees all keys. causal_lower_right makes, and never reads, a float tensor (2, T, T).
+        # With causal_lower_right, the last query sees all keys. It allocates a float tensor (2, T, T), never read.
         mask = causal_lower_right(q.shape[2], k.shape[2]) if state else None
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not state)
         y = self.out(o.transpose(1, 2).flatten(2))
@@ -328,8 +333,8 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """torch's LSTM or GRU of width D. State: what torch returns. With torch's initial bias, an LSTM halves its
-    cells at every token, and no gradient reaches back 30 tokens: so here the gate that keeps the state starts
+    """torch's LSTM or GRU of width D. State: what torch returns. With torch's initial bias, an LSTM halves its cell
+    state at every token, so no gradient reaches back 30 tokens. Here, the gate that keeps the state therefore starts
     near 1 (a bias for forget gates: Jozefowicz et al., ICML 2015)."""
 
     def __init__(self, cfg, kind):
@@ -343,7 +348,7 @@ class Recurrent(nn.Module):
 
 
 class NoMixer(nn.Module):
-    """A control: only the convolution in front lets tokens see others. State: none."""
+    """A control: only the convolution in front of it lets a token see other tokens. State: none."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -387,7 +392,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)). State: (the convolution's, the mixer's)."""
+    """x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)). State: (the convolution's state, the mixer's)."""
 
     def __init__(self, cfg, mixer):
         super().__init__()
@@ -409,9 +414,10 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """`forward` returns hidden vectors, `head` turns them into logits for the next token, `to_state`, a state head
-    (below), into the program's state, if it is a LinearHead with n_slots and n_classes. `load` in train.py has an
-    example. cfg has model, d_model, d_mlp, n_layer, n_head, conv, beta_max, gates, n_householder and states."""
+    """`forward` returns hidden vectors (Transformers' last_hidden_state), and `head` maps them to logits for the next
+    token. `to_state` is a state head (see below). If it is a LinearHead, with n_slots and n_classes, it maps hidden
+    vectors to logits for the program's state. `load` in train.py has an example. cfg has model, d_model, d_mlp,
+    n_layer, n_head, conv, beta_max, gates, n_householder and states."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
@@ -431,8 +437,8 @@ class LM(nn.Module):
             self.to_state = ContrastiveHead()
 
     def forward(self, tokens, state=None):
-        """tokens (B, T) int64; state: None, or the previous call's -> hidden (B, T, D); state, a list with an
-        entry per block."""
+        """tokens (B, T) int64 and state (None, or what the previous call returned) -> hidden (B, T, D) and state, a
+        list with an entry per block."""
         x, new = self.embed(tokens), []
         for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
             x, after = block(x, before)
@@ -446,9 +452,9 @@ def init_weights(model):
     embedding                       | normal, std 1
     Linear, also in your own mixer  | normal, std 1 / sqrt(inputs)
     Linear: mixer.out, mlp.down     | the same / sqrt(2 n_layer): together they add a variance of 1
-    head, linear state head         | zero: the first guess is uniform, the first loss log(vocabulary)
-    conv                            | uniform in +-1 / sqrt(width), as a torch Conv1d
-    bias of a Linear                | 0: beta starts around beta_max / 2, in ssm 0.0025 beta_max
+    head, linear state head         | zero: the first prediction is uniform, so the first loss is log(vocabulary)
+    conv                            | uniform in +-1 / sqrt(width), as in torch's Conv1d
+    bias of a Linear                | 0: beta starts around beta_max / 2, in ssm around 0.0025 beta_max
     all else in a mixer             | what its __init__ sets
     """
     nn.init.normal_(model.embed.weight)
@@ -462,33 +468,35 @@ def init_weights(model):
 
 
 def count(model):
-    """Its number of parameters."""
+    """The number of parameters of a model."""
     return sum(p.numel() for p in model.parameters())
 
 
 def make_optimizers(model):
-    """-> [AdamW, Muon]. Muon has the blocks' matrices: it makes a step's singular values about equal, and the
-    step as large as AdamW's, so one learning rate serves both. AdamW has the rest: vectors, what is outside
-    the blocks, and matrices with a side of 16 or less, such as a projection to one number per head."""
+    """-> [AdamW, Muon]. Muon trains the matrices of the blocks: it makes the singular values of an update about equal,
+    and the update as large as AdamW's, so one learning rate serves both. AdamW trains the rest: vectors, weights
+    outside the blocks, and matrices with a side of 16 or less, such as a projection to one number per head."""
     in_blocks, matrices, rest = set(model.blocks.parameters()), [], []
     for p in model.parameters():
         large = p in in_blocks and p.ndim == 2 and min(p.shape) > 16
         (matrices if large else rest).append(p)
     optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0)]
-    if matrices:                                          # blocks of width 16 have none
+    if matrices:                                          # there are none with d_model = 16
         optimizers.append(torch.optim.Muon(matrices, weight_decay=0, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
 # ----------------------------------------------------------------------------------------------------------
-# State heads (P2 section 4): supervise the hidden vector at a line's end with the program's state there.
-# All have loss(lm, hidden, batch) -> nats: hidden (B, T, D) from LM.forward, batch a data.Batch of tensors.
+# State heads (P2 section 4): with them, the program's state supervises the hidden vector at the end of each line.
+# All have loss(lm, hidden, batch) -> a cross-entropy in nats (natural logarithm). hidden (B, T, D) comes from
+# LM.forward, and batch is a data.Batch of tensors.
 
 class LinearHead(nn.Linear):
-    """n_slots softmaxes over n_classes. Labels: classes, or (pfsa) exact beliefs.
+    """n_slots softmaxes over n_classes. The labels are classes or, in the task pfsa, exact beliefs. A *belief* gives a
+    probability to each state that the program may have.
 
-    Labels that are classes are smoothed: of n classes, the right one is told as 1 - smooth + smooth / n, any other
-    as smooth / n. So there still is a gradient when all guesses are right."""
+    Labels that are classes are smoothed: of n classes, the right one has the target 1 - smooth + smooth / n, and any
+    other has smooth / n. So there still is a gradient when all predictions are right."""
     smooth = 0.1
 
     def __init__(self, cfg, n_slots, n_classes):
@@ -501,7 +509,7 @@ class LinearHead(nn.Linear):
         return super().forward(hidden).unflatten(-1, (self.n_slots, -1))
 
     def loss(self, lm, hidden, batch):
-        """The mean over labelled slots."""
+        """The mean over labelled slots, or over lines with a belief."""
         logits = self(hidden[batch.line_end]).float()                   # (N, n_slots, n_classes)
         if batch.belief is None:
             label = batch.state[batch.line_end]                         # (N, n_slots)
@@ -513,21 +521,23 @@ class LinearHead(nn.Linear):
 
 
 def stated_lines(batch):
-    """-> for N lines with a state text: trace (N,), index of the line's end (N,), the text (N, W)."""
+    """-> for the N lines that have their program's state as text: the index of the trace (N,), the index of the line's
+    last token (N,), and the tokens of the text (N, W)."""
     trace, line = (batch.state_tokens[..., 0] != PAD).nonzero(as_tuple=True)
     ends = pad_sequence([row.nonzero()[:, 0] for row in batch.line_end], batch_first=True)    # (B, lines)
     return trace, ends[trace, line], batch.state_tokens[trace, line]
 
 
 class TransformerHead(LM):
-    """Two attention blocks that write the state's text, given only the hidden vector at the line's end."""
+    """Two attention blocks that predict the text of the program's state, token by token. Of the trace, they see only
+    the hidden vector at the line's end."""
 
     def __init__(self, cfg, vocab_size):
         changes = {"model": "transformer", "conv": 0, "n_layer": 2, "states": "none"}
         super().__init__(SimpleNamespace(**{**vars(cfg), **changes}), vocab_size)
 
     def loss(self, lm, hidden, batch):
-        """The mean over tokens of the states' texts."""
+        """The mean over the tokens of all state texts."""
         trace, place, text = stated_lines(batch)
         line = hidden[trace, place]                                     # (N, D)
         x = torch.cat([line[:, None], self.embed(text[:, :-1])], 1)
@@ -538,10 +548,10 @@ class TransformerHead(LM):
 
 
 class ContrastiveHead(nn.Module):
-    """InfoNCE between the hidden vector at a line's end and the LM's hidden vector at its state text's end
-    (as CLIP, 2103.00020; P2 appendix D). Candidates are the lines and the states of the same trace. P2 does
-    not say what to do with lines of equal states (half of parity's). Here they share one candidate. No
-    parameters."""
+    """InfoNCE between the hidden vector at a line's end and the LM's hidden vector at the end of that
+    line's state text (as in CLIP, 2103.00020; P2 appendix D). The candidates are the lines and the states of the same
+    trace. P2 does not say how to treat lines with equal states (half of the lines in parity). Here, such lines share
+    one candidate state. The head has no parameters."""
     temperature = 0.07
 
     def loss(self, lm, hidden, batch):
@@ -549,7 +559,7 @@ class ContrastiveHead(nn.Module):
         trace, place, text = stated_lines(batch)
         text, number = text.unique(dim=0, return_inverse=True)          # (U, W), (N,)
         read, _ = lm(text)
-        ends = (text != PAD) & (F.pad(text, (0, 1))[:, 1:] == PAD)      # (U, W), a text's last token
+        ends = (text != PAD) & (F.pad(text, (0, 1))[:, 1:] == PAD)      # (U, W), the last token of a text
         states = F.normalize(read[ends], dim=-1)                        # (U, D)
         lines = F.normalize(hidden[trace, place], dim=-1)               # (N, D)
         logits = (lines @ states.T).float() / self.temperature          # (N, U)
@@ -557,27 +567,28 @@ class ContrastiveHead(nn.Module):
         same = trace[:, None] == trace                                  # (N, N), lines of one trace
         occurs = same.float() @ F.one_hot(number).float() > 0           # (N, U), the states of a line's trace
         line_to_state = F.cross_entropy(logits.where(occurs, -math.inf), number)
-        backward = logits.T[number].where(same, -math.inf)              # (N, N), each line's state to lines
+        backward = logits.T[number].where(same, -math.inf)              # (N, N), from a line's state to lines
         state_to_line = (backward.logsumexp(1) - backward.diagonal()).mean()
         return (line_to_state + state_to_line) / 2
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Why it works: the same model, its weights written by hand
+# Why it works: the same model, with weights that are written by hand
 
 def by_hand(task):
-    """A one-layer DeltaNet with exact gates that executes commands, its weights written down, nothing trained.
-    `task` is a data.Repl, else ValueError. It predicts the printed values, no other token.
+    """A one-layer DeltaNet with exact gates that executes commands. Its weights are written down here; nothing is
+    trained. Raises ValueError if `task` is not a data.Repl. The model predicts the printed values, and no other token.
 
-    Rows of the state: each variable x has new_x, which holds its value, and old_x, which is empty between two
-    commands. Columns are digits. All betas are 2, and most keys are 0: then nothing happens. With two rows as its
-    key, a step lets them change places, and changes their signs. With m names on each side of a command:
+    Each variable x has two rows of the state: new_x holds its value, and old_x is empty between two commands. The
+    columns are digits. Every beta is 2. Most keys are 0, and then nothing happens. A key that is the sum of two rows'
+    unit vectors swaps these rows and changes the signs of both. In a command with m names on each side, these rows are
 
-        at a name x left of =:              new_x, old_x    what x holds waits in old_x, with a minus
-        at the token after x right of =:    old_x, new_y    y, 2m tokens before x, takes it, with a plus
+        at a name x left of =:              new_x, old_x    the value of x moves to old_x, with a minus
+        at the token after x right of =:    old_x, new_y    y, the name 2m tokens before x, takes it, with a plus
 
-    At the digit of "x = 5" the key is new_x, and the digit is written into the empty row. Each row is there twice:
-    then a reflection's key has four entries of 1/2, which fp32 holds exactly, unlike 1/sqrt(2): no command rounds."""
+    At the digit of "x = 5", the key is new_x, and the digit is written into this row, which is empty. The state has two
+    copies of each row, so the key of a reflection has four entries of 1/2. Unlike 1/sqrt(2), fp32 represents 1/2
+    exactly, so commands cause no rounding errors."""
     if type(task).__name__ != "Repl":
         raise ValueError("by_hand needs a data.Repl")
     n, D, huge = task.n_vars, 64, 2.0 ** 30
@@ -587,13 +598,13 @@ def by_hand(task):
     lm = LM(cfg, len(task.tokenizer)).requires_grad_(False)
     for parameter, p in lm.named_parameters():
         p.fill_(1.0 if "norm" in parameter else 0.0)
-    mixer, conv = lm.blocks[0].mixer, lm.blocks[0].conv.weight          # conv[-1 - d]: of the token d before
+    mixer, conv = lm.blocks[0].mixer, lm.blocks[0].conv.weight          # conv[-1 - d]: for the token d before
 
     def ids(*words):
         return [task.tokenizer.encode(word)[0] for word in words]
 
-    # What an embedding says, an entry each: which name it is (four times), or which digit; whether it can end a
-    # name; whether it begins the left side of a command (1), or its right side, or a print (-1).
+    # The entries of an embedding: which name the token is (four copies), or which digit; `stop`, whether it can follow
+    # a name right of =; `side`, 1 if it begins a command's left side, -1 if it begins the right side or a print.
     here, back1, back2, far, digit = torch.arange(5 * n).view(5, n)
     one, stop, side, rest = range(5 * n, 5 * n + 4)
     embed, digits = lm.embed.weight, ids(*"123456789"[:n])
@@ -603,15 +614,17 @@ def by_hand(task):
     embed[digits, digit] = 1
     embed[ids(", ", "\n"), stop] = 1
     embed[ids(">>> ", " = ", "print('"), side] = torch.tensor([1.0, -1, -1])
-    embed[:, rest] = (D - embed.square().sum(1)).sqrt()                 # then RMSNorm changes nothing
-    # The convolution looks back: at the names 1, 2 and 2m + 1 tokens ago, and at the last token that begins a side.
+    embed[:, rest] = (D - embed.square().sum(1)).sqrt()                 # so that RMSNorm changes nothing
+    # The convolution copies the names 1, 2 and 2m + 1 tokens back. It also sums `side` over the tokens before, with a
+    # weight that halves with each token, so the last token that begins a side decides the sign of the sum.
     for entries, back in (back1, 1), (back2, 2), (far, 2 * m + 1):
         conv[-1, entries], conv[-1 - back, entries] = -1, 1
     conv[:, side] = 2.0 ** torch.arange(-2 * m - 1, 1)
     conv[-1, side] = -1
 
-    # A key's hidden layer has four bits for each variable. A bit is 1 where its row of to_bits, applied to what the
-    # convolution gives, is positive, else 0. One more bit is always 1, as to_k is applied to bits minus 1/2.
+    # The hidden layer of the keys has four bits for each variable. A bit is 1 if its row of to_bits, applied to the
+    # output of the convolution, is positive, else 0. One more bit is always 1, because to_k is applied to bits minus
+    # 1/2, and this bit adds the missing halves.
     q, v, bit, key = mixer.to_q.weight, mixer.to_v.weight, mixer.to_bits.weight, mixer.to_k.weight
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
@@ -635,10 +648,10 @@ def by_hand(task):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# python models.py: each mixer, its size, and its three ways to run
+# python models.py: the size of each mixer, and its output computed in three ways
 
 def tensors(state):
-    """The tensors in a state, also in lists and tuples in it; nothing else counts."""
+    """The tensors in a state, including those in nested lists and tuples. Anything else is ignored."""
     if isinstance(state, torch.Tensor):
         return [state]
     parts = state if isinstance(state, (list, tuple)) else ()
@@ -646,7 +659,7 @@ def tensors(state):
 
 
 def in_pieces(model, tokens, length):
-    """-> hidden (B, T, D), computed `length` tokens at a time: the same as at once, unless a mixer is WRONG."""
+    """-> hidden (B, T, D), computed `length` tokens at a time; the same as all at once, unless a mixer is WRONG."""
     state, pieces = None, []
     for piece in tokens.split(length, 1):
         hidden, state = model(piece, state)
