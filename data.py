@@ -1,35 +1,35 @@
 """
-The tasks. A task is a few lines of Python that write a program, which Python itself executes.
+The tasks. A task is a few lines of Python that write a program, and Python itself executes that program.
 
-So what a `print` shows, and what memory holds after a line, comes from Python. One function, `run`, executes
-the lines; one method, `to_batch`, makes arrays of them.
+So Python decides what a `print` shows, and what the variables hold after a line. The function `run` executes the
+lines, and the method `to_batch` turns them into arrays.
 
-  repl       Python REPL traces (P1 section 4, Figure 2): assignments shuffle n variables, prints reveal them
-  inverse    the same, but a print asks who held a value at the start (P1 Figure 7)
+  repl       Python REPL traces (P1 section 4, Figure 2): commands shuffle n variables, each print reveals one
+  inverse    like repl, but a print asks which variable held a value at the start (P1 Figure 7)
   parity     the parity of bits, xored one by one (P2 section 4, Figure 6)
   listperm   a list whose elements change places (P2 section 4, Figure 8)
   arith      sums and differences (P2 section 4, appendix C)
-  trace      functions, unrolled into the straight-line programs that ran (P2 section 2)
-  group      word problems over finite groups (Merrill et al. 2404.08819); tokens are elements, not text
-  pfsa       REPL traces with hidden branches (P1 section 5): in pfsa.py
+  trace      function calls, unrolled into straight-line programs of the lines that ran (P2 section 2)
+  group      word problems: products in finite groups (Merrill et al. 2404.08819); a token is an element, not text
+  pfsa       REPL traces with hidden branches (P1 section 5), in pfsa.py
 
-Words. A *program* is lines of source; a *command* is a line that changes variables. A *trace* is a program
-and what it prints. *Answers* are the last words of printed lines, and what follows == in an assert. The
-*state* is what memory holds after a line; a state of fixed size has *slots*, each with a few classes. A
-*stage* LxS is one part of a curriculum: L commands or lines, and a print after every S-th command.
-Symbols: B batch, T tokens, L length, S spacing, n variables.
+Words. A *program* consists of lines of source, and a *command* is a line that changes variables. A *trace* is a
+program together with what it prints. An *answer* is the last word of a printed line, or what follows == in an assert.
+The *state* is what the variables hold after a line. A state of fixed size has *slots*, such as one for each variable,
+and each slot holds one of a few classes. A *stage* LxS is one part of a curriculum: its traces have L commands (or
+lines), with a print after every S-th. Symbols: B traces in a batch, T tokens, L length, S spacing, n variables.
 
-Held out: a program whose text has a hash of 0 modulo 8 is a test program, never trained on; all others are
-for training. A batch depends only on (seed, split, stage, its number t, size): nothing is stored.
+A program is held out for testing if a hash of its text is 0 modulo 8, and all other programs are for training. A
+batch depends only on (seed, split, stage, its number t, size), so batches are drawn again instead of being stored.
 
-Read `run` and the class `Repl` first. Stop at "trace": the second half of the file turns functions into traces.
+Read `run` and the class `Repl` first. You can stop at the section "trace": the rest turns functions into traces.
 
   python data.py                                                                    a sample
   python data.py arith --digits 2 --stage 4
   python data.py trace --file calls.jsonl --out traces.jsonl --allow-exec           functions become traces
 
 P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs". P2 is "Grounding Code
-Understanding in Step-by-Step Execution". No downloads here, and no torch: arrays are numpy's.
+Understanding in Step-by-Step Execution". This file downloads nothing and uses numpy, not torch.
 """
 import argparse
 import ast
@@ -63,33 +63,33 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class BadInput(ValueError):
-    """What somebody gave does not fit; its text says what to do. Other ValueErrors are faults in the code."""
+    """An input is wrong, and the message says what to do. Any other ValueError is a fault in this code."""
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Tokenizer: characters, and pieces of Python that would otherwise cost several tokens
+# Tokenizer: characters, and lexemes, which are pieces of Python that would otherwise cost several tokens
 
-PAD = 0                                             # the byte NUL, after the end of a trace
-ASKED, STATE = 1, 2                                 # token marks: in an answer; in a state in the text
+PAD = 0                                             # the byte NUL, which fills up the shorter traces of a batch
+ASKED, STATE = 1, 2                                 # marks of tokens: part of an answer; of a state in the text
 LEXEMES = (
     ">>> ", "print('", "', ", ")\n", " = ", ", ",                                           # repl
-    "assert ", " == ", " ^= ", " + ", " - ", "a[", "], a[", "] = a[", "  # ",               # programs
+    "assert ", " == ", " ^= ", " + ", " - ", "a[", "], a[", "] = a[", "  # ",               # parity, listperm, arith
     "from random import random\n", " = (", ") if random() < 0.5 else (",                    # hidden branches
     "forloop", " = iter((", " = next(forloop", "assert (", ") == ", " += ", " -= ", "range(", "len(", "str(",
-    ".append(", ".replace(", ".upper()", ".pop()", "[::-1]", "[1:]",                        # functions of files
+    ".append(", ".replace(", ".upper()", ".pop()", "[::-1]", "[1:]",                        # trace
 )
 BYTES = [bytes([i]) for i in range(256)] + [lexeme.encode() for lexeme in LEXEMES]
 
 
 def pieces_of(text):
-    """-> the vocabulary for texts of these characters: NUL, the characters, the lexemes made of them."""
+    """-> the vocabulary for texts made of the characters in `text`: NUL, these characters, and lexemes made of them."""
     characters = sorted({*text})
     return [b"\0"] + [piece.encode() for piece in (*characters, *LEXEMES) if {*piece} <= {*characters}]
 
 
 class Tokenizer:
-    """`pieces`, a list of bytes: piece i is token i, and `encode` takes the longest that matches. With BYTES (256
-    bytes, then the lexemes), decode(encode(s)) == s for every string. With fewer, a model is smaller and faster."""
+    """pieces: the vocabulary, a list of bytes; piece i is token i. `encode` takes the longest piece that matches. With
+    BYTES (256 bytes, then the lexemes), decode(encode(s)) == s for any string. A shorter list makes models faster."""
 
     def __init__(self, pieces=BYTES):
         self.pieces = list(pieces)
@@ -102,7 +102,7 @@ class Tokenizer:
 
     @lru_cache(maxsize=100_000)                     # most tasks repeat the same lines
     def encode(self, text):
-        """str -> tuple of int. Lone surrogates, which a Python string may hold, survive the round trip. Raises
+        """str -> tuple of int. Lone surrogates, which a Python string may contain, survive the round trip. Raises
         BadInput for a character that is not in the pieces."""
         raw = text.encode("utf-8", "surrogatepass")
         try:
@@ -124,27 +124,27 @@ class Tokenizer:
 
 class Line(NamedTuple):
     """A line of a trace."""
-    source: str                   # what was executed; "" for a line that was printed
-    text: str                     # its line in the trace, with prompt and newline
+    source: str                   # the source that was executed; "" for a printed line
+    text: str                     # the line in the trace, with prompt and newline
     answer: str                   # the end of `text`, which a model must predict; "" if none
-    state: object = None          # what `see` says after the line
+    state: object = None          # the state after the line, as `see` returns it
 
 
 @lru_cache(maxsize=100_000)
 def compiled(source):
-    """-> code of a line. Raises BadInput if it is no whole statement."""
+    """-> the code object of a line. Raises BadInput if the line is not a whole statement."""
     try:
-        return compile(source, f"<the line {source}>", "exec")        # what a traceback calls it
+        return compile(source, f"<the line {source}>", "exec")        # the file name in a traceback
     except SyntaxError as error:
         raise BadInput(f"the line {source!r} is no whole statement ({error.msg}): yield one at a time, all of it")
 
 
 def run(program, memory, prompt="", see=None):
-    """Execute a program's lines one by one in `memory`, a flat namespace. -> list of Lines, prints included.
+    """Execute a program's lines one by one in `memory`, a flat namespace. -> list of Lines, printed lines included.
 
-    program: an iterable of source lines, each a whole statement; a generator may read `memory` before each.
-    see(memory, source): the state to record after a line. An answer is a printed line's last word, or what
-    stands after == in an assert. Raises BadInput for a line that is no whole statement."""
+    program: an iterable of source lines, each a whole statement. A generator may read `memory` before it yields a
+    line. see(memory, source): returns the state to record after a line. An answer is a printed line's last word, or
+    what follows == in an assert. Raises BadInput for a line that is not a whole statement."""
     lines, printed = [], []
     memory["__builtins__"] = {**vars(builtins), "print": lambda *x: printed.append(" ".join(map(str, x)))}
     for source in program:
@@ -162,9 +162,9 @@ def run(program, memory, prompt="", see=None):
 # Stages and batches
 
 class Stage(NamedTuple):
-    """A part of a curriculum, written LxS, or L for Lx1, or with a KIND: LxS:M in repl, where a command moves at most M
-    variables; L:M for M to L lines, in programs that ask once; in group and pfsa, as they say."""
-    length: int                   # commands, lines or elements
+    """One part of a curriculum, written LxS, or L for Lx1. A kind may follow. In repl's LxS:M, a command moves at most
+    M variables. In tasks with one answer per trace, L:M means M to L lines. Group and pfsa have kinds of their own."""
+    length: int                   # number of commands, lines or group elements
     spacing: int = 1              # commands between two prints
     kind: str = ""
 
@@ -187,19 +187,19 @@ def parse_stages(text):
 
 class Batch(NamedTuple):
     """B traces of T tokens, as arrays here and as tensors in train.py."""
-    tokens: np.ndarray                    # (B, T) int64: what a model reads, PAD after a trace's end
-    target: np.ndarray                    # (B, T) int64: what comes next, PAD if nothing does
+    tokens: np.ndarray                    # (B, T) int64: what a model reads; PAD after the trace's end
+    target: np.ndarray                    # (B, T) int64: the next token; PAD if there is none
     asked: np.ndarray                     # (B, T) bool: the target is part of an answer
-    state_in_text: np.ndarray             # (B, T) bool: the target belongs to a state in the text
-    line_end: np.ndarray                  # (B, T) bool: the last token of a line
-    state: np.ndarray | None = None       # (B, T, slots) int64: the state at line ends, -1 if undefined
-    state_tokens: np.ndarray | None = None  # (B, lines, W) int64: each state's text as tokens, or PAD
-    belief: np.ndarray | None = None      # (B, T, m) float32: pfsa: P(state | the text so far)
-    predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, exact probabilities of n answers
+    state_in_text: np.ndarray             # (B, T) bool: the target is part of a state in the text
+    line_end: np.ndarray                  # (B, T) bool: the token is the last of a line
+    state: np.ndarray | None = None       # (B, T, slots) int64: classes at line ends; -1 elsewhere or if not set
+    state_tokens: np.ndarray | None = None  # (B, lines, W) int64: the state after each line as text, then PAD
+    belief: np.ndarray | None = None      # (B, T, m) float32: pfsa, the belief P(state | text so far)
+    predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, the exact probability of each answer
 
 
 def pad(rows, value=PAD):
-    """Lists of ints, of different lengths -> (rows, longest) int64."""
+    """Lists of ints, of different lengths -> (rows, longest) int64, filled up with `value`."""
     out = np.full((len(rows), max(map(len, rows), default=0)), value)
     for i, row in enumerate(rows):
         out[i, :len(row)] = row
@@ -210,21 +210,21 @@ def pad(rows, value=PAD):
 # What tasks share
 
 class Task:
-    """A task of your own defines `program`, and has a name in TASKS. For the linear head, it also defines
-    `slots`, n_slots and n_classes.
+    """The base class of tasks. Your own task defines `program` and gets a name in TASKS. To train with the linear state
+    head, it also defines `slots`, n_slots and n_classes.
 
-    A program yields whole statements (`for i in range(3): x += i` is one, `for i in range(3):` is not). All traces of
-    a stage have equally many answers, of one token each; with `whole`, one answer of any number of tokens.
+    `program` yields whole statements: `for i in range(3): x += i` is one, `for i in range(3):` is not. All traces of a
+    stage must have the same number of answers, each of one token; if `whole`, one answer of any number of tokens.
 
-    states: how a model is told the states in training. "none": not at all. "linear": as classes, by a linear
-    head. "transformer" or "contrastive": as text, by that state head. "text": in comments in the trace.
-    "auto": linear if there are slots, else none. Raises BadInput for bad values."""
+    states: how the state supervises training. "linear": a linear head predicts the slots' classes. "transformer" or
+    "contrastive": that state head (see models.py) learns the state as text. "text": states are comments in the trace.
+    "none": not at all. "auto": linear if there are slots, else none. Raises BadInput for bad values."""
     prompt = ""
     curriculum = "8x1"
     whole = False                 # one answer per trace, of any number of tokens
-    stage_samples = 0             # not 0: a stage ends after this many traces
-    settings = ()                 # keywords of __init__ beside states: fields of train.py's Config
-    characters = ""               # all that its texts may hold, so that the vocabulary is small; "": anything
+    stage_samples = 0             # if not 0, a stage is passed after this many traces at the latest
+    settings = ()                 # more keywords of __init__; each is also a field of train.py's Config
+    characters = ""               # all characters of its texts, which keeps the vocabulary small; "": any characters
     n_slots = n_classes = 0
 
     def __init__(self, states="auto", tokenizer=None):
@@ -234,13 +234,13 @@ class Task:
             raise BadInput("--states linear: this task has no slots; give transformer or contrastive")
 
     def program(self, rng, stage, memory):
-        """Yield source lines. rng: a random.Random; memory: what it holds now. You write this method."""
+        """Yield source lines. rng: a random.Random; memory: the variables now. Your task defines it."""
 
     def slots(self, memory):
-        """The state as n_slots classes out of n_classes, -1 where a slot is not set yet. Yours, too."""
+        """The state: n_slots classes, each below n_classes, or -1 if a slot is not set yet. Your task defines it."""
 
     def check_stage(self, stage):
-        """Raise BadInput for a bad stage. Here: LxS; L or L:M if `whole`, for programs of M to L lines."""
+        """Raise BadInput for a bad stage. Good ones are LxS; if `whole`, L, or L:M for programs of M to L lines."""
         L, S, M = stage
         if M and not self.whole:
             raise BadInput(f"stage {stage}: this task has no kinds of stages, so write {L}x{S}")
@@ -250,7 +250,7 @@ class Task:
             raise BadInput(f"stage {stage}: write {L}:M for programs of M to {L} lines")
 
     def beyond(self, last):
-        """The stages to evaluate after training: LxS, and twice as long."""
+        """The stages to evaluate after training: the last stage LxS, and one with traces twice as long."""
         return [Stage(last.length, last.spacing), Stage(2 * last.length, last.spacing)]
 
     def chance(self, stage, programs=1000):
@@ -266,7 +266,7 @@ class Task:
         return state_text(literals(memory))
 
     def see(self, memory, source):
-        """The state after the line `source`: None, text, or classes. Raises BadInput for bad slots."""
+        """The state after the line `source`: None, text or classes, as `states` asks. Raises BadInput for bad slots."""
         if self.states != "linear":
             return None if self.states == "none" else self.text(memory)
         try:
@@ -279,7 +279,7 @@ class Task:
                          f"{self.n_slots} numbers below n_classes = {self.n_classes}, -1 where not set yet")
 
     def draw(self, rng, stage, split):
-        """One trace of the split, "train" or "test". -> list of Lines. Raises BadInput if there is none."""
+        """Draw a trace of the split, "train" or "test". -> list of Lines. Raises BadInput if 1,000 draws find none."""
         for _ in range(1000):
             memory = {}
             lines = run(self.program(rng, stage, memory), memory, self.prompt, self.see)
@@ -294,8 +294,8 @@ class Task:
         return self.to_batch([self.draw(rng, stage, split) for _ in range(size)])
 
     def spans(self, line):
-        """A Line -> its text in pieces, [(text, mark), ...]: ASKED marks an answer, STATE a state in the text, 0
-        all else. With states in the text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
+        """A Line -> the pieces of its text, [(text, mark), ...]. The mark is ASKED for an answer, STATE for a state in
+        the text, else 0. With states in the text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
         if line.answer:
             end = f"{line.answer}\n" if self.whole else line.answer
             before, _, after = line.text.rpartition(end)
@@ -305,7 +305,7 @@ class Task:
         return [(line.text, 0)]
 
     def encode(self, lines):
-        """Lines -> a trace's tokens, their marks, and the indices of the last tokens of lines."""
+        """Lines -> a trace's tokens, the mark of each token, and the index of each line's last token."""
         tokens, marks, ends = [], [], []
         for line in lines:
             for text, mark in self.spans(line):
@@ -316,7 +316,7 @@ class Task:
         return tokens, marks, ends
 
     def check_answers(self, traces):
-        """Raise BadInput unless these traces of a stage have equally many answers, at least one, of one token."""
+        """Raise BadInput unless the traces' answers are as `Task` demands: equally many, at least one, of one token."""
         name = type(self).__name__
         counts = sorted({sum(line.answer != "" for line in lines) for lines in traces})
         if len(counts) > 1 or counts[0] == 0 or self.whole and counts[0] > 1:
@@ -331,7 +331,7 @@ class Task:
         """Lists of Lines -> Batch."""
         self.check_answers(traces)
         tokens, marks, ends = zip(*map(self.encode, traces))
-        tokens, marks = pad(tokens), np.roll(pad(marks), -1, 1)         # a mark describes the target
+        tokens, marks = pad(tokens), np.roll(pad(marks), -1, 1)         # marks describe the target
         target = np.roll(tokens, -1, 1)
         target[:, -1] = PAD
         line_end = np.zeros(tokens.shape, bool)
@@ -367,12 +367,12 @@ def is_test(program):
 # The tasks
 
 class Repl(Task):
-    """REPL traces: n assignments, then L commands, and after every S-th a print of one random variable.
+    """REPL traces: n assignments, then L commands, with a print of one random variable after every S-th command.
 
-    A command permutes all variables (moves="perm", all n! equally likely; in a stage LxS:M, only M random ones, so
-    it moves at most M), or swaps two ("swap", each pair equally likely). P1's curriculum is 8x1 16x2 32x4 64x8;
-    ours starts easier. P1 also prints once before the first command; we do not. n_vars is 2 to 9, so that values
-    are digits."""
+    With moves="perm", a command permutes all n variables, and all n! permutations are equally likely. In a stage LxS:M,
+    it permutes M random variables, so at most M of them move. With moves="swap", it swaps two variables, and each pair
+    is equally likely. P1's curriculum is 8x1 16x2 32x4 64x8, and ours starts with easier stages. P1 also prints once
+    before the first command; we do not. n_vars is 2 to 9, so that every value is a single digit."""
     prompt = ">>> "
     curriculum = "2x1 4x2 16x2 32x4 64x8"
     settings = ("n_vars", "moves")
@@ -386,7 +386,7 @@ class Repl(Task):
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
         easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
         self.curriculum = " ".join([*easier, self.curriculum])
-        if n_vars == 2:                                   # too few programs in short stages
+        if n_vars == 2:                                   # short stages would have too few programs
             self.curriculum = "8x1 16x2 32x4 64x8"
         super().__init__(**others)
 
@@ -424,16 +424,16 @@ class Repl(Task):
             raise BadInput(f"stage {stage}: write LxS; with --moves perm, LxS:1 to LxS:{self.n_vars}, too")
 
     def beyond(self, last):
-        """The last stage; then twice as long, twice as sparse, both, and four times both."""
+        """The last stage, then ones with twice the length, twice the spacing, twice both, and four times both."""
         factors = (1, 1), (2, 1), (1, 2), (2, 2), (4, 4)
         stages = [Stage(last.length * longer, last.spacing * sparser, last.kind) for longer, sparser in factors]
         return [stage for stage in stages if stage.spacing <= stage.length]
 
 
 class Inverse(Repl):
-    """Which variable held a value at the start (P1 Figure 7)? The first values are hidden. A line like
-    `if a != 3: exit()` shows that a holds 3; then a print asks who held 3 at first. So the state is, for each
-    variable, who first held its value."""
+    """A print asks which variable held a value at the start (P1 Figure 7). The trace does not show the values at the
+    start. A line like `if a != 3: exit()` reveals that a holds 3 now, and the print after it asks which variable held 3
+    at the start. So the state names, for each variable, the one that held its present value at the start."""
     characters = Repl.characters + "if a != 1: exit() 'abcde'[start.index(1)]"
 
     def start(self, rng, memory):
@@ -471,7 +471,7 @@ class Parity(Task):
 
 
 class ListPerm(Task):
-    """A list of 1 to n in any order, and L swaps of two of its places (P2 Figure 8)."""
+    """A list of the numbers 1 to n in random order, then L lines that each swap two of its elements (P2 Figure 8)."""
     curriculum = "16"
     whole = True
     settings = ("n_vars",)
@@ -499,9 +499,9 @@ class ListPerm(Task):
 class Arith(Task):
     """Sums and differences, sampled backwards from the answer (P2 appendix C).
 
-    Each line assigns to a variable that a later line reads. An operand is a number, a variable needed
-    already, or a new variable, equally likely. Unlike in P2, a line that leaves no variable needed is drawn
-    again. The first line gives numbers to all variables that are still needed."""
+    Lines are drawn from the last to the first. Each assigns to a *needed* variable, one that a later line reads. An
+    operand is a number, a needed variable or a new variable, equally likely. Unlike in P2, a line that would leave no
+    variable needed is drawn again. The first line assigns numbers to all variables that are still needed."""
     curriculum = "4"
     whole = True
     settings = ("digits",)
@@ -515,7 +515,7 @@ class Arith(Task):
     def program(self, rng, stage, memory):
         length = draw_length(rng, stage)
         needed = ["a"]                                     # variables that a later line reads
-        new_names = sorted(LETTERS[1:], reverse=True)      # a new y is [-1], a new x is [-2]
+        new_names = sorted(LETTERS[1:], reverse=True)      # if x is new, it is [-2]; if y is new, [-1]
         lines = []                                         # the last one first
         while len(lines) < length:
             target = rng.choice(needed)
@@ -544,12 +544,12 @@ class Arith(Task):
 
 
 def draw_length(rng, stage):
-    """A program's length: L, or in a stage L:M (P2's curriculum) random, M to L."""
+    """A program's length: L, or in a stage L:M (as in P2's curriculum) a random number from M to L."""
     return rng.randint(int(stage.kind), stage.length) if stage.kind else stage.length
 
 
 # ----------------------------------------------------------------------------------------------------------
-# group: words of elements, a label for each
+# group: words, which are sequences of group elements; the label of an element is the product so far
 
 def permutation(n, *cycles):
     """The permutation of 0 .. n-1 that sends each entry of a cycle to the next, as a tuple of images."""
@@ -570,11 +570,11 @@ GROUPS = {  # name: generators
     "S5swaps": [permutation(5, pair) for pair in combinations(range(5), 2)],
 }
 GROUPS |= {"S4two": GROUPS["S4"], "A5two": GROUPS["A5"]}
-FEW = ["S5swaps", "S4two", "A5two"]                  # here, words hold only the generators, not all elements
+FEW = ["S5swaps", "S4two", "A5two"]                  # words over these use the generators only, not all elements
 
 
 def closure(generators):
-    """Generators -> all their products, sorted, and mul[i][j], the index of "i, then j"."""
+    """Generators -> their group: all elements, sorted, and mul[i][j], the index of the product "first i, then j"."""
     identity = tuple(range(len(generators[0])))
     elements = frontier = {identity}
     while frontier:
@@ -587,12 +587,12 @@ def closure(generators):
 
 
 class Group(Task):
-    """Words over a finite group: elements g_1 g_2 ...; after each, the product so far is asked.
+    """A word is a sequence of elements g_1 g_2 ... of a finite group. After each, the answer is the product so far.
 
-    A word begins with the token 1, at which a recurrence can set up its state. Element i is the token 2 + i.
-    By default there is no state head, as the answers are the states. In a stage L:M, words have only
-    elements that move at most M points: the alphabet grows. A batch has 32 // L words (at least one) for each
-    trace, so that the batches of all stages up to 32 are about equally large."""
+    A word begins with the token 1, at which a recurrence can set up its hidden state. Element i is the token 2 + i.
+    By default there is no state head, because the answers are the states. In a stage L:M, words contain only elements
+    that move at most M points. A batch has size * (32 // L) words, but at least `size`, so that the batches of all
+    stages up to 32 are about equally large."""
     curriculum = "8 16 32"
     settings = ("group",)
     n_slots = 1
@@ -608,11 +608,11 @@ class Group(Task):
         super().__init__(states=states, tokenizer=Tokenizer([b"\0", b"start", *names]), **others)
 
     def letters(self, kind):
-        """The numbers of the elements in words of a stage with this kind."""
+        """The indices of the elements that may occur in words of a stage of this kind."""
         return [i for i in self.alphabet if not kind or self.moved[i] <= int(kind)]
 
     def word(self, rng, stage, split):
-        """-> one word of the split, as a list of elements' numbers."""
+        """-> one word of the split, as a list of indices of elements."""
         letters = self.letters(stage.kind)
         for _ in range(1000):
             word = rng.choices(letters, k=stage.length)
@@ -624,7 +624,7 @@ class Group(Task):
         return list(accumulate(word, lambda x, y: self.mul[x][y]))
 
     def draw(self, rng, stage, split):
-        """For people to look at: one element per line, with the product so far as its state."""
+        """A word to look at, not to train on: one element per line, with the product so far as its state."""
         word = self.word(rng, stage, split)
         return [Line("", f"{self.elements[x]}\n", "", f"product {self.elements[y]}")
                 for x, y in zip(word, self.products(word))]
@@ -655,27 +655,27 @@ class Group(Task):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# trace: a function and its input, unrolled into the lines that run (P2 section 2, appendix A)
+# trace: a function call, unrolled into the lines that run (P2 section 2, appendix A)
 #
 #     for x in xs:        xs, n = [1, 2], 0
 #         n += x     ->   forloop0 = iter((xs))
 #     return n            x = next(forloop0)  ...  assert (n) == 3
 #
-# Python itself runs the function. Hooks in its syntax tree write down each statement that has run, and the
-# locals after it, so Python does control flow and scopes. Then Python runs the trace, a script with one flat
-# namespace, here and in other processes. If its states differ from the function's, the call is rejected, as when
-# a helper reads a global that is also a local's name, or when the output depends on the clock.
+# Python itself runs the function, so control flow and scopes are Python's. Hooks, calls that we insert into its syntax
+# tree, record each statement that has run, and the locals after it. Then Python runs the trace, a script with one flat
+# namespace, here and in other processes. If the trace's states differ from the function's, the call is rejected. This
+# happens when a helper function reads a global that is named like a local, or when the output depends on the clock.
 
 class Rejected(BaseException):
-    """Why a call is rejected. Not an Exception: the function could catch it."""
+    """Says why a call is rejected. It is no Exception, because `except Exception` in the function would catch it."""
 
 
 def literal(x, inside=()):
-    """Source of a value of built-in types, else None. Equal sets have equal source."""
+    """-> the source of a value that is made of built-in types, else None. Equal sets have equal source."""
     kind = type(x)
     if kind in (bool, str, bytes, type(None)):
         return repr(x)
-    if kind is int and x.bit_length() > 14_000:                           # Python does not print it
+    if kind is int and x.bit_length() > 14_000:                           # Python refuses to print it
         return None
     if kind in (int, float, complex):
         return repr(x) if x - x == 0 else None                            # inf and nan have no literal
@@ -695,7 +695,7 @@ def literal(x, inside=()):
 
 
 def literals(names):
-    """{name: value} -> {name: literal}, without functions, modules, objects: they have no literal."""
+    """{name: value} -> {name: literal}, without functions, modules and other objects, which have no literal."""
     found = {name: literal(value) for name, value in names.items() if name != "__builtins__"}
     return {name: text for name, text in found.items() if text is not None}
 
@@ -706,8 +706,8 @@ def state_text(state):
 
 
 def snapshot(x, used, depth=3):
-    """It differs if the object has changed. used: the condition names it; an iterator that cannot be inspected then
-    counts as changed."""
+    """-> something to compare: two snapshots of x differ if x has changed in between. used: whether the condition of
+    an if or while names x. If so, an iterator that cannot be inspected counts as changed."""
     with contextlib.suppress(Exception):                                  # a lambda cannot be pickled
         return pickle.dumps(x)
     if isinstance(x, (list, tuple)):
@@ -722,10 +722,10 @@ def snapshot(x, used, depth=3):
 
 
 class Tracer(ast.NodeTransformer):
-    """Puts hooks into the statements of a function, but not into functions inside it.
+    """Inserts hooks into the statements of a function, but not into functions inside it, and records what ran.
 
-    source: the program's; function, call: syntax trees. lines: the source of what ran; states: {name: literal}
-    after each; last: the source of what was returned, then the assert; end: the state at the end."""
+    source: the program's text; function, call: syntax trees. lines: the source of each line that ran; states: {name:
+    literal} after each line; last: the source of the returned value, later the assert; end: the state at the return."""
     limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}       # P2 appendix A
 
     def __init__(self, source, function, call):
@@ -734,16 +734,16 @@ class Tracer(ast.NodeTransformer):
 
     def reset(self):
         self.lines, self.states, self.last, self.end = [], [], "", {}
-        self.calls, self.extra = 0, 0                                     # extra: lines that are no steps
+        self.calls, self.extra = 0, 0                                     # extra: number of lines that are not steps
         self.late = False                                                 # whether lines ran after the return
 
     def put_hooks(self):
-        self.function.body.append(ast.Return())                           # each call ends in the hook "back"
+        self.function.body.append(ast.Return())                           # so each call finishes with the hook "back"
         self.generic_visit(self.function)
         self.function.body.insert(0, ast.Expr(self.hook("enter")))
 
     def text(self, node):
-        """A node's source; by ast.unparse if it has several lines, decorators, or is a :=."""
+        """A node's source, but that of ast.unparse if the node has several lines or decorators, or is a :=."""
         text = ast.get_source_segment(self.source, node)
         decorated = getattr(node, "decorator_list", [])
         bare = isinstance(node, ast.NamedExpr)
@@ -757,7 +757,7 @@ class Tracer(ast.NodeTransformer):
         return tree
 
     def simple(self, node, text=""):
-        """A statement, and a hook that writes it down."""
+        """-> the statement, then a hook that records it."""
         return [node, ast.Expr(self.hook("line", text or self.text(node)))]
 
     visit_Assign = visit_AugAssign = visit_Delete = visit_Assert = visit_Import = visit_ImportFrom = simple
@@ -798,7 +798,7 @@ class Tracer(ast.NodeTransformer):
     def enter(self, _, __, names):
         self.calls += 1
         self.check_limits()
-        names.pop("__class__", None)                                      # of a method that uses super
+        names.pop("__class__", None)                                      # in a method that uses super
         values = self.arguments() | literals(names)
         if names.keys() - values.keys():
             raise Rejected("an argument without a literal")
@@ -807,7 +807,7 @@ class Tracer(ast.NodeTransformer):
             self.line(None, f"{', '.join(names)} = {', '.join(values[name] for name in names)}", names)
 
     def arguments(self):
-        """{parameter: source of its argument or default}, used if it has no literal."""
+        """{parameter: source of its argument or default}, used for values that have no literal."""
         given, arguments = self.function.args, self.call.args
         if isinstance(self.call.func, ast.Attribute):                     # Solution().twice(3): self is Solution()
             of_class = "classmethod" in map(ast.unparse, self.function.decorator_list)
@@ -829,14 +829,14 @@ class Tracer(ast.NodeTransformer):
         return value
 
     def before(self, _, text, names):
-        """{name: snapshot} of locals and globals, but for classes, functions and modules."""
+        """{name: snapshot} of locals and globals, except for classes, functions and modules."""
         names = {name: x for name, x in vars(sys.modules["traced"]).items()
                  if not re.match("__|_tracer|_locals", name)} | names
         return {name: snapshot(x, re.search(rf"\b{name}\b", text)) for name, x in names.items()
                 if not isinstance(x, (type, types.FunctionType, types.ModuleType))}
 
     def test(self, before_and_value, text, names):
-        """A condition is a line only if it changes a variable, or an object in one."""
+        """A condition becomes a line of the trace only if it changes a variable, or an object that a variable holds."""
         before, value = before_and_value
         outcome = bool(value)
         return self.line(outcome, text, names) if self.before(None, text, names) != before else outcome
@@ -857,7 +857,7 @@ class Tracer(ast.NodeTransformer):
 
 @contextlib.contextmanager
 def blame(what):
-    """Turn an error into the reason for a rejection, which says what has raised it."""
+    """Turn an exception into a Rejected. Its text says what, such as "the code", raised which exception."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -865,7 +865,7 @@ def blame(what):
 
 
 def execute(program, **names):
-    """Run a program, as the module `traced`: a dataclass looks its module up. -> its namespace."""
+    """Run a program as the module `traced`, because a dataclass looks up its module. -> the program's namespace."""
     module = sys.modules["traced"] = types.ModuleType("traced")
     vars(module).update(names)
     exec(compile(program, "<traced>", "exec", optimize=0), vars(module))
@@ -873,7 +873,7 @@ def execute(program, **names):
 
 
 def names_in(statements):
-    """-> the global names that statements read, also in functions that they define, and those that they assign."""
+    """-> the global names that statements and the functions in them read, and the global names that they assign."""
     codes, read, made = [compile(ast.Module(statements, []), "", "exec")], set(), set()
     for code in codes:
         codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
@@ -886,8 +886,8 @@ def names_in(statements):
 
 
 def around(tree, function, keep_defs):
-    """The program's statements that need neither `function`, directly or indirectly, nor `__name__`. keep_defs: with
-    all functions and classes, `function` included, as for a function that passes itself on."""
+    """-> the program's statements, except `function`, those that need it directly or indirectly, and `if __name__ ...`.
+    keep_defs: all functions and classes stay, even `function`, because some functions pass themselves on."""
     gone, kept = {function.name} if function in tree.body else set(), []
     for statement in tree.body:
         read, made = names_in([statement])
@@ -899,7 +899,7 @@ def around(tree, function, keep_defs):
 
 
 def find_call(tree, call):
-    """-> the function or method that is called, the call as text, and as a syntax tree. Raises Rejected."""
+    """-> the function or method that is called, the call as text, and the call as a syntax tree. Raises Rejected."""
     functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
     methods = {(owner.name, x.name): x for owner in tree.body if isinstance(owner, ast.ClassDef)
                for x in owner.body if isinstance(x, ast.FunctionDef)}
@@ -922,17 +922,17 @@ def find_call(tree, call):
     called = f"{owners[-1]}().{name}({call['input']})" if owners else f"{name}({call['input']})"
     with contextlib.suppress(SyntaxError):
         return function, called, ast.parse(called, mode="eval").body
-    expression = ast.parse(f"{called[:-1]}\n)", mode="eval").body         # a comment ends the input
+    expression = ast.parse(f"{called[:-1]}\n)", mode="eval").body         # the input ends with a comment
     return function, ast.unparse(expression), expression
 
 
 def unroll(call, keep_defs=False):
-    """Run a call and write it down (P2 section 2). Executes code: see `guarded`.
+    """Run a function call and make its trace (P2 section 2). This executes the call's code: see `guarded`.
 
-    There are three runs: with hooks; as it is, for the output; and of the trace, to compare the states.
-    call: {"id", "code", "input"}, optional "output", "name" (by default f, else the last function), "imports" (see
-    `with_imports`). The input is the arguments, or the whole call. A method is called on Class(), or as the input
-    says: Class().method(3). keep_defs: see `around`.
+    The code runs with hooks, then without them, for the output. Then the trace runs, to compare the states.
+    call: {"id", "code", "input"}, and optionally "output", "name" (by default f, else the last function) and "imports"
+    (see `with_imports`). The input is the arguments or the whole call. A method is called on Class(), unless the input
+    is a whole call such as Class().method(3). keep_defs: see `around`.
     -> a row {"id", "source", "call", "output", "trace", "states", "end", "steps"}. Raises Rejected."""
     source = call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     with blame("the code"):
@@ -944,12 +944,12 @@ def unroll(call, keep_defs=False):
         kept = around(tree, function, keep_defs)
     tree.body = [x for x in tree.body if x in kept or x is function]
     tracer = Tracer(source, function, expression)
-    texts = [tracer.text(x) for x in kept]                                # before there are hooks in them
+    texts = [tracer.text(x) for x in kept]                                # before hooks are inserted into them
     tracer.put_hooks()
     hooked = failure = None
-    try:                                                                  # first: hooks end endless loops
+    try:                                                                  # comes first, as the hooks stop endless loops
         memory = execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals)
-        tracer.reset()                                                    # the code itself may have called it
+        tracer.reset()                                                    # the code itself may have called the function
         hooked = eval(called, memory)
         tracer.check_limits()                                             # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
@@ -964,7 +964,7 @@ def unroll(call, keep_defs=False):
         expected = eval(call["output"], memory) if call.get("output") else value
         if expected is not value and value != expected:
             raise Rejected("its output is not what the row says")
-    output = literal(value) or literal(expected)                          # a Counter has none, an equal dict has
+    output = literal(value) or literal(expected)                          # a Counter has none, but an equal dict has
     if output is None:
         raise Rejected("an output without a literal")
     with blame("its trace"):
@@ -980,7 +980,7 @@ def unroll(call, keep_defs=False):
                 raise failure
             replay(trace, tracer.states, tracer.end)
         except (Exception, Rejected) as error:
-            if isinstance(error, NameError) and not keep_defs:            # perhaps of a def that was left out
+            if isinstance(error, NameError) and not keep_defs:            # perhaps a def was left out that is needed
                 return unroll(call, keep_defs=True)
             raise reason_for(error, tracer)
     return {"id": call["id"], "source": source, "call": called, "output": output, "trace": trace,
@@ -988,7 +988,7 @@ def unroll(call, keep_defs=False):
 
 
 def reason_for(error, tracer):
-    """Why a trace fails, if that can be said; else the error."""
+    """-> a Rejected that says why a trace fails, if the reason is a known one, else the error itself."""
     if isinstance(error, SyntaxError) and "nonlocal" in error.msg:
         return Rejected("its trace has no function around nonlocal")
     if tracer.late:
@@ -1001,7 +1001,7 @@ def reason_for(error, tracer):
 
 
 def replay(trace, states, end):
-    """Run a trace, as a script. Raises Rejected if its states are not those of the function, `end` being the last."""
+    """Run a trace as a script. Raises Rejected if its states differ from the function's (`states`, then `end`)."""
     seen, tree, see = [], ast.parse(trace), ast.parse("_see(_locals())").body
     first = len(tree.body) - len(states) - 1
     tree.body[first:] = see + [statement for line in tree.body[first:] for statement in (line, *see)]
@@ -1015,7 +1015,7 @@ def replay(trace, states, end):
 
 
 def split_trace(row):
-    """A row's trace -> the statements around the function, the lines that ran, and the assert, as text."""
+    """A row's trace -> the text of the statements around the function, of the lines that ran, and of the assert."""
     text, body = row["trace"].split("\n"), ast.parse(row["trace"]).body
     ends = [0, *(statement.end_lineno for statement in body)]
     pieces = ["\n".join(text[start:end]) for start, end in zip(ends, ends[1:])]
@@ -1024,11 +1024,11 @@ def split_trace(row):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Code from files runs in a process of its own, with limits, in a temporary folder (on Linux only; files that
-# it writes elsewhere stay). This helps against accidents. It is no protection against attacks.
+# Code from files runs in a process of its own, with limits, in a temporary folder, and on Linux only. Files that the
+# code writes elsewhere stay. This helps against accidents, but it is no protection against attacks.
 
 def limited(folder, file, seconds, work, arguments):
-    """In a process of its own: set limits, then write what work(*arguments) returns to an open file."""
+    """Set limits to this process, which `guarded` has forked, then write to `file` what work(*arguments) returns."""
     try:
         import resource                                     # not on Windows
         with open("/proc/self/statm") as pages:
@@ -1036,7 +1036,7 @@ def limited(folder, file, seconds, work, arguments):
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
-        os.setsid()                                         # a group, so that `guarded` can kill it whole
+        os.setsid()                                         # a process group, so that `guarded` can kill all of it
         os.chdir(folder)
         for descriptor in 0, 1, 2:
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
@@ -1055,8 +1055,8 @@ def limited(folder, file, seconds, work, arguments):
 
 
 def guarded(work, *arguments, seconds=3):
-    """work(*arguments) in a forked process with limits: so many seconds of CPU, four times that of the clock. -> what
-    it returns, which JSON must be able to hold, or {"reason"}. Raises OSError if there can be no such process."""
+    """Run work(*arguments) in a forked process with limits: `seconds` of CPU time, and four times as much wall time. ->
+    what work returns, which must fit into JSON, or {"reason"}. Raises OSError if no such process can be started."""
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile("w+") as file):
         context = multiprocessing.get_context("fork")
@@ -1068,7 +1068,7 @@ def guarded(work, *arguments, seconds=3):
                 time.sleep(0.0005)
             late = child.exitcode in (None, -signal.SIGXCPU)
         finally:
-            with contextlib.suppress(OSError):              # there is nobody left
+            with contextlib.suppress(OSError):              # no process of the group is left
                 os.killpg(child.pid, signal.SIGKILL)
             child.join()
         try:
@@ -1079,7 +1079,7 @@ def guarded(work, *arguments, seconds=3):
 
 
 def try_guard():
-    """Raise OSError if code cannot run with limits here: the fault is ours, not that of a row of a file."""
+    """Raise OSError if this machine cannot run code with limits, as otherwise the rows of a file would be blamed."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise OSError("this system cannot fork: trace needs Linux")
     found = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
@@ -1088,7 +1088,7 @@ def try_guard():
 
 
 def agree(rows):
-    """For each [trace, states, end], whether `replay` finds the same states, also in a folder that is not empty."""
+    """For each [trace, states, end], whether `replay` finds the same states in a folder that is not empty."""
     found = []
     open("another file", "w").close()
     for row in rows:
@@ -1100,13 +1100,13 @@ def agree(rows):
 
 
 def witness():
-    """Answer each line of standard input, a list in JSON, as `agree` does, with the clock set three years ahead. What
-    fails beside others is tried alone."""
+    """Read lists of rows for `agree`, one JSON line each, and print what it returns, with the clock three years ahead.
+    A row that fails in a list is tried again alone."""
     now, today = time.time, datetime.datetime
     time.time, time.time_ns = (lambda: now() + 1e8), (lambda: int(1e9 * time.time()))
     later = {"now": classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz)),
              "utcnow": classmethod(lambda cls: cls.utcfromtimestamp(time.time()))}
-    datetime.datetime = type("datetime.datetime", (today,), later)        # the name is for repr
+    datetime.datetime = type("datetime.datetime", (today,), later)        # this name appears in repr
     for name in "localtime", "gmtime", "ctime":
         setattr(time, name, lambda at=None, f=getattr(time, name): f(time.time() if at is None else at))
     for name in "strftime", "asctime":                      # the last argument, a time, may be left out
@@ -1121,7 +1121,7 @@ def witness():
 
 
 def start_witnesses():
-    """-> three processes with other hash seeds, in another folder, with another command line."""
+    """-> three processes that run `witness`, with other hash seeds, in another folder, with another command line."""
     command = [sys.executable, "-c", "import data; data.witness()", *"abcdefgh"]
     here = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
     return [subprocess.Popen(command, env=here | {"PYTHONHASHSEED": seed}, cwd="/", text=True, start_new_session=True,
@@ -1129,7 +1129,7 @@ def start_witnesses():
 
 
 def confirmed(rows, witnesses):
-    """For each row, whether its trace has the same states in other processes. Removes "end" from the rows."""
+    """For each row, whether its trace has the same states in all witnesses. Removes "end" from the rows."""
     asked = json.dumps([[row["trace"], row["states"], row.pop("end")] for row in rows])
     with contextlib.suppress(BrokenPipeError):
         for process in witnesses:
@@ -1182,12 +1182,12 @@ MODULES = ("typing statistics copy re random operator string bisect heapq math f
 
 
 def with_imports(code):
-    """A program with the imports that LiveCodeBench's grader puts before it, as far as it needs them."""
+    """-> the program, preceded by those imports of LiveCodeBench's grader that it needs."""
     homes = {name: f"from {module.__name__} import {name}\n" for module in map(importlib.import_module, MODULES)
              for name in getattr(module, "__all__", dir(module))} | {name: f"import {name}\n" for name in MODULES}
     read, made = names_in(ast.parse(code).body)
     lines = "".join(homes[name] for name in sorted(read - made - {*dir(builtins)}) if name in homes)
-    future = re.match("(from __future__ .*\n)*", code)[0]                # stays first
+    future = re.match("(from __future__ .*\n)*", code)[0]                # must stay first
     return future + lines + code.removeprefix(future)
 
 
@@ -1208,11 +1208,11 @@ def calls_of(path):
 
 
 def write_traces(path, out, seconds=3):
-    """Unroll every call in a file: rows to `out`; what has no trace, and why, to OUT.rejected.jsonl. After
-    Ctrl-C, both files hold whole lines. Raises BadInput or OSError."""
+    """Unroll every call in a file. Traces go to `out`; rejected calls, with the reason, go to OUT.rejected.jsonl. After
+    Ctrl-C, both files consist of whole lines. Raises BadInput or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
     for name, times in Counter(call["id"] for call in calls_of(path)).items():
-        if times > 1:                                       # refused before anything is written, as is a bad line
+        if times > 1:                                       # checked before anything is written, as bad lines are
             raise BadInput(f"{path}: two calls with the id {name}")
     witnesses = start_witnesses()
     calls = calls_of(path)
@@ -1247,14 +1247,14 @@ def read_traces(path):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# trace as a task: functions made at random, or those of a file
+# trace as a task: calls of random functions, or the traces of a file
 
 LINES = ["i += n", "i -= n", "i += i", "i -= i", "i = n", "i = max(i, i)"]     # i: a variable; n: a digit
 HEADS = ["if i > n:", "if i % 2 == 0:", "for i in range(n):", "while i > n:"]
 
 
 def random_function(rng, statements=3):
-    """-> source of a function on ints, and arguments for it. statements: maximum at the body's top level."""
+    """-> source of a random function on ints, and its arguments. statements: the maximum at the body's top level."""
     words = {"i": "abc", "n": "12345"}
 
     def write(templates):
@@ -1266,7 +1266,7 @@ def random_function(rng, statements=3):
                 yield indent + write(LINES)
                 continue
             yield indent + write(HEADS)
-            yield f"{indent}    {write(LINES)}"                           # so the step limit ends any loop
+            yield f"{indent}    {write(LINES)}"                           # so the step limit stops any loop
             yield from block(f"{indent}    ")
             if rng.random() < 0.3:
                 yield f"{indent}else:"
@@ -1279,7 +1279,7 @@ def random_function(rng, statements=3):
 
 
 def random_rows(rng, statements):
-    """Rows of functions made at random, without end."""
+    """Yield the rows of random functions, endlessly."""
     while True:
         source, arguments = random_function(rng, statements)
         with contextlib.suppress(Rejected):
@@ -1287,11 +1287,11 @@ def random_rows(rng, statements):
 
 
 class Trace(Task):
-    """The trace of a function (P2 section 2): its assert asks for the output. State: its variables, as text.
+    """The trace of a function call (P2 section 2). The assert asks for the output; the state is the variables, as text.
 
-    Functions are made at random, or come from trace_file; their code is not run again. Stage L: L lines
-    before the assert; L:M: M to L. The split looks at the lines that ran, not at arguments and output; one
-    function can have traces in both."""
+    Functions are random, or their traces come from trace_file, whose code is not run again. In a stage L, L lines ran
+    before the assert, and in a stage L:M, M to L lines. The split depends only on the lines that ran, not on arguments
+    and output, so one function can have traces in both splits."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
     whole = True
@@ -1309,7 +1309,7 @@ class Trace(Task):
         return super().chance(stage, programs=100)
 
     def fits(self, row, stage, split):
-        """Whether a row is of this stage and split."""
+        """Whether a row belongs to this stage and split."""
         if not int(stage.kind or stage.length) <= len(row["states"]) <= stage.length:
             return False
         _, lines, last = split_trace(row)
@@ -1319,7 +1319,7 @@ class Trace(Task):
 
     @lru_cache(maxsize=100)
     def fitting(self, stage, split):
-        """The file's rows of a stage and a split."""
+        """The rows of the file that belong to a stage and a split."""
         return [row for row in self.rows if self.fits(row, stage, split)]
 
     def draw(self, rng, stage, split):
@@ -1336,7 +1336,7 @@ class Trace(Task):
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
             text = state_text(state)
-            told = len(self.tokenizer.encode(text)) <= 100                # longer ones are left out
+            told = len(self.tokenizer.encode(text)) <= 100                # longer states are left out
             drawn.append(Line(line, f"{line}\n", "", text if told else None))
         drawn.append(Line(last, f"{last}\n", row["output"]))
         return drawn
@@ -1371,7 +1371,7 @@ def show_samples(args):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.print_usage = lambda file: None                  # an error is one line
+    parser.print_usage = lambda file: None                  # so that an error is one line
     add = parser.add_argument
     add("task", choices=TASKS, nargs="?", default="repl", metavar="task", help=f"{', '.join(TASKS)} [repl]")
     add("--stage", default="8x1", help="of the samples [8x1]")
@@ -1409,7 +1409,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # Sets have the same order in every run, and numpy starts no threads, so that we may fork.
+    # These variables give sets the same order in every run, and keep numpy from starting threads, so that we may fork.
     needed = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
     if "--allow-exec" in sys.argv and not needed.items() <= os.environ.items():
         os.environ.update(needed)
