@@ -1,26 +1,27 @@
 """
-The scans: how a linear RNN moves its state. First a plain loop as the reference, then chunks of many steps,
-then the same chunks as GPU kernels.
+The scans: how a linear RNN updates its state over a sequence. First comes a plain loop as the reference, then the
+same computation in chunks of many steps, then the chunks as GPU kernels.
 
-The delta rule, per head, on a state S (K x V), with beta_t in [0, 2], and 0, 1 or K log-gates g_t <= 0:
+The delta rule updates a state S (K x V) for each head. Each step t has a beta_t in [0, 2], and 0, 1 or K gates,
+which make the rows of S decay. A gate is given by its logarithm, the log-gate g_t <= 0:
 
     S <- diag(exp g_t) S
     S <- S + k_t d_t^T,  d_t = b_t (v_t - S^T k_t),  b_t = beta_t / |k_t|^2
     o_t = S^T q_t
 
-In words: read what S holds under the key k_t, and move it towards v_t. As a matrix equation,
+In words: read the value that S holds under the key k_t, and move this value towards v_t. As a matrix equation,
 
     S_t = (I - beta_t k_t k_t^T / k_t^T k_t) diag(exp g_t) S_{t-1} + b_t k_t v_t^T,
 
-and the bracket has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection: nothing is
-lost. Along k = e_i - e_j it swaps the rows i and j of S.
+The matrix in parentheses has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection, which
+loses nothing of S. With k = e_i - e_j, this reflection swaps the rows i and j of S.
 
-Dividing by |k_t|^2 (the projector form) keeps these eigenvalues for any |k_t| > 0. A unit key rounded to
-bf16 has |k|^2 = 1.005 or 0.995: without the division the eigenvalue is not -1, and after a few thousand
-reflections the state has exploded or died.
+Dividing by |k_t|^2 (the projector form) keeps these eigenvalues for any |k_t| > 0. A unit key rounded to bf16 has
+|k|^2 = 1.005 or 0.995. Without the division, the eigenvalue at beta = 2 would therefore not be -1, and after a few
+thousand reflections the state would have exploded or vanished.
 
-Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K). In
-the chunks' formulas, capitals, except S, have C rows: Q, K, V are a chunk's queries, keys and values.
+Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K). In the
+formulas for chunks, Q, K and V are the queries, keys and values of one chunk; all capitals except S have C rows.
 
     delta_rule(..., backend="loop")    the reference: one step at a time, any dtype
     delta_rule(..., backend="torch")   C steps at a time, hand-written backward, any device
@@ -47,12 +48,12 @@ import torch.nn.functional as F
 try:
     import triton
     import triton.language as tl
-    jit, kernel = triton.jit, triton.jit(do_not_specialize=["T", "H"])  # one build for every T and H
+    jit, kernel = triton.jit, triton.jit(do_not_specialize=["T", "H"])  # compiled once for all T and H
 except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=lambda x: x)
     jit = kernel = lambda f: f
 
-LOG_MIN = -7.0  # least log-gate: in 16 steps, exp(7 * 16 / 2) times a key of 1e12 fits into fp32
+LOG_MIN = -7.0  # smallest log-gate: with 16 steps, exp(7 * 16 / 2) times a key of 1e12 still fits into fp32
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -61,10 +62,10 @@ LOG_MIN = -7.0  # least log-gate: in 16 steps, exp(7 * 16 / 2) times a key of 1e
 def delta_rule_loop(q, k, v, beta, g, S):
     """The equations above, one step at a time, in the dtype of the arguments; autograd does the backward.
 
-    unbind, not x[:, t]: the backward of each x[:, t] would write a (B, T, H, K) tensor."""
+    It uses unbind, because the backward of each x[:, t] would write a (B, T, H, K) tensor."""
     length = k.norm(dim=-1)
     length = length.where(length > 0, math.inf)                          # a zero key writes nothing
-    b = beta / length / length                        # not / length**2: that gradient has |k|^4
+    b = beta / length / length                        # not / length**2, whose gradient has |k|^4
     gates = [None] * q.shape[1] if g is None else g.exp().unbind(1)
     outputs = []
     for q_t, k_t, v_t, b_t, g_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), b.unbind(1), gates):
@@ -80,24 +81,26 @@ def delta_rule_loop(q, k, v, beta, g, S):
 # ----------------------------------------------------------------------------------------------------------
 # Chunks of C steps
 #
-# In a chunk that starts at state S, row i of D is d_i = b_i (v_i - S_{i-1}^T k_i), and S_{i-1} is S plus the
-# writes before i. So the rows of D solve a triangular system, and everything else is a matrix product:
+# A chunk is C consecutive steps, computed together. It starts at state S and leaves the state S'. Row i of D is
+# d_i = b_i (v_i - S_{i-1}^T k_i), where S_{i-1} is S plus the writes of the steps before i. So the rows of D solve a
+# triangular system, and everything else is a matrix product:
 #
 #     A = tril(diag(b) K K^T, -1)    M = (I + A)^-1     P = tril(Q K^T)
 #     X = V - K S                    D = M diag(b) X    O = Q S + P D       S' = S + K^T D
 #
-# Only X, D and S' need a loop over chunks; the rest is done for all at once.
+# Only X, D and S' need a loop over chunks; the rest is computed for all chunks at once.
 #
 # With gates, let c = cumsum(g) within the chunk, and mid = c_C / 2. From step j to step i a channel decays by
-# exp(c_i - c_j) = exp(c_i - mid) exp(mid - c_j); with this mid, exponents are at most half as large. So let
+# exp(c_i - c_j) = exp(c_i - mid) exp(mid - c_j). With this mid, no exponent is larger than |c_C| / 2. So let
 #
 #     Q_read = exp(c - mid) Q      K_read = exp(c - mid) K      K_write = exp(mid - c) K
 #
-# K_read replaces K where S is read, K_write where S' is written: P = tril(Q_read K_write^T), and A uses
-# K_read K_write^T, whose diagonal is still |k|^2. The state is multiplied by half = exp(mid) before a chunk
-# and after it; S is after the first time, S' before the second.
+# K_read replaces K where S is read, and K_write replaces K where S' is written. So P = tril(Q_read K_write^T), and
+# A uses K_read K_write^T, whose diagonal is still |k|^2. The state is multiplied by half = exp(mid) before and after
+# each chunk. In the formulas, S is the state after the first of these products, and S' the state before the second.
 #
-# The backward walks from the last chunk to the first. Given dO and dS', with * for products entry by entry:
+# The backward goes from the last chunk to the first, and starts from dO and dS'. Here dX is the gradient of X, likewise
+# for the other letters; * multiplies entry by entry:
 #
 #     dD = P^T dO + K_write dS'           dY = M^T dD             dX = dV = diag(b) dY
 #     dS = dS' + Q_read^T dO - K_read^T dX
@@ -108,14 +111,14 @@ def delta_rule_loop(q, k, v, beta, g, S):
 #     dbeta = db / |k|^2                  dk = exp(c - mid) * dK_read + exp(mid - c) * dK_write - 2 b dbeta k
 #     dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write,  and add sum_V S' * dS' to row C
 #
-# and dg is the cumulative sum of dc from the end. No result depends on mid, so mid gets no gradient. Where
-# gates forget nearly all, dg is a small difference of large numbers: near the clamp, its error is 5e-4.
+# and dg is the cumulative sum of dc from the end. No result depends on mid, so mid gets no gradient. Where gates
+# erase nearly all of S, dg is a small difference of large numbers, so its error is 5e-4 near the clamp, LOG_MIN.
 #
-# (I + A)^-1 is a triangular solve. The product (I - A)(I + A^2)(I + A^4)... is equal in exact arithmetic, but
-# at beta = 2 with nearly equal keys the powers of A are huge before they cancel: too large for fp32.
+# (I + A)^-1 is a triangular solve. The product (I - A)(I + A^2)(I + A^4)... is equal in exact arithmetic. But at
+# beta = 2 with nearly equal keys, the powers of A become too large for fp32 before they cancel.
 
 def to_chunks(x, C, fill=0):
-    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. Padding does not change the state.
+    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. The last one is padded, which does not change the state.
 
     >>> to_chunks(torch.tensor([1, 2, 3, 4, 5]).view(1, 5, 1), C=2).tolist()
     [[1, 2], [3, 4], [5, 0]]
@@ -132,13 +135,13 @@ def to_chunks(x, C, fill=0):
 
 
 def from_chunks(x, B, T, H):
-    """(N*B*H, C, ...) -> (B, T, H, ...), the way back."""
+    """(N*B*H, C, ...) -> (B, T, H, ...): the inverse of `to_chunks`, without the padding."""
     x = x.reshape(-1, B, H, *x.shape[1:]).transpose(0, 1).transpose(2, 3)     # (B, N, C, H, ...)
     return x.flatten(1, 2)[:, :T]
 
 
 def decays(g):
-    """Log-gates g (.., C, K) -> exp(c - mid), exp(mid - c), and half, exp(mid) as a column (.., K, 1).
+    """Log-gates g (.., C, K) -> exp(c - mid), exp(mid - c), and half, which is exp(mid) as a column (.., K, 1).
 
     >>> halve_twice = torch.tensor([[0.5], [0.5]]).log()                 # C = 2, K = 1
     >>> [x.round(decimals=4).flatten().tolist() for x in decays(halve_twice)]
@@ -161,13 +164,13 @@ class DeltaRuleChunks(torch.autograd.Function):
             to_read, to_write, half = decays(to_chunks(g, C))
             Q_read, K_read, K_write = to_read * Q, to_read * K, to_write * K
 
-        # |k|^2 is the diagonal of KK, and KK is divided by it before it meets beta: for equal keys A is
-        # exactly beta, and 65,536 reflections in fp32 cost 2e-5 of the state instead of 1e-2
+        # |k|^2 is the diagonal of KK. Because KK is divided by |k|^2 before beta multiplies it, A is exactly beta
+        # for equal keys, and 65,536 reflections in fp32 cost 2e-5 of the state instead of 1e-2
         KK = K_read @ K_write.mT                                         # (N*B*H, C, C)
         norm2 = KK.diagonal(dim1=-2, dim2=-1)
         norm2 = norm2.where(norm2 > 0, math.inf)[..., None]              # a zero key writes nothing
         b = beta[..., None] / norm2                                      # (N*B*H, C, 1)
-        U = (KK / norm2).tril_(-1)                                       # gates overflow above the diagonal
+        U = (KK / norm2).tril_(-1)                                       # gates may overflow above the diagonal
         A = beta[..., None] * U
         eye = torch.eye(C, dtype=A.dtype, device=A.device).expand_as(A)
         M = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
@@ -175,7 +178,7 @@ class DeltaRuleChunks(torch.autograd.Function):
         P = (Q_read @ K_write.mT).tril_()
 
         BH, N = B * H, len(V) // (B * H)
-        S = V.new_empty(N + 1, BH, *state.shape[2:])                     # what each chunk starts from
+        S = V.new_empty(N + 1, BH, *state.shape[2:])                     # the state each chunk starts from
         S[0] = state.flatten(0, 1)
         X, D = torch.empty_like(V), torch.empty_like(V)
         for n in range(N):
@@ -227,13 +230,13 @@ class DeltaRuleChunks(torch.autograd.Function):
         dK_write = D @ dS_after.mT
         if gated:                                                        # sum_V S' * dS'
             at_end = (S * dS_after).sum(-1) + (K_write * dK_write).sum(-2)
-        del dO, dY, dS_after                                             # or the copies below set the peak
+        del dO, dY, dS_after                                             # else the copies below set the memory peak
         dK_write.baddbmm_(dP.mT, Q_read).baddbmm_(G.mT, K_read)
         dg = None
         if gated:
             dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write
             dc[..., -1, :] += at_end
-            dc = dc.sum_to_size(to_read.shape)                           # one gate: sum channels
+            dc = dc.sum_to_size(to_read.shape)                           # one gate: sum over channels
             dg = dc.flip(-2).cumsum(-2).flip(-2)
             dQ_read *= to_read
             dK_read *= to_read
@@ -247,31 +250,32 @@ class DeltaRuleChunks(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------
 # The same chunks on a GPU
 #
-# Only the state depends on the chunk before. So two kernels loop over the chunks, two take all in parallel:
+# Only the state depends on the chunk before. So two kernels loop over the chunks, and two compute all chunks in
+# parallel. A *program*, in Triton, is one of the instances of a kernel that run side by side.
 #
 # prepare_kernel: one program per head and chunk computes what does not depend on the state: M, P and b.
 # forward_kernel: a program keeps BV columns of one head's state in registers, and loops over the chunks. For the
-#   backward, it stores X, D and the S that each chunk starts from.
-# backward_state_kernel: the loop from the last chunk to the first, with dS'. It stores dY and each chunk's dS'.
+#   backward, it stores X, D and the state S that each chunk starts from.
+# backward_state_kernel: loops from the last chunk to the first and carries dS'. It stores dY and each chunk's dS'.
 # backward_inputs_kernel: one program per head and chunk computes all other gradients.
 #
 # M, P, b, betas, gates and the first and last state are fp32, as are their gradients. The rest has the dtype of q,
-# k and v; in bf16, gradients are up to 3 % off. Capitals are tiles; the same small letters are pointers to them. K
-# has n_k columns, padded to BK. St, S transposed, is BV x BK: so the left factor of each product has 16 or 32 rows,
-# and Triton does not use Hopper's 64-row wgmma, with which similar scans gave wrong results
-# (flash-linear-attention #640, #984).
+# k and v; in bf16, gradients are up to 3 % off. A capital letter is a tile, the part of a tensor that a program holds;
+# the same small letter is a pointer to the tensor. K has n_k columns, padded to BK. The tile St is S transposed, BV x
+# BK, so the left factor of each product has 16 or 32 rows. With so few rows, Triton does not use wgmma, Hopper's
+# matrix instruction for 64 rows, with which similar scans gave wrong results (flash-linear-attention #640, #984).
 #
-# In the loops, S is fp32: rounded to bf16 where it is read, it would be 3 % off after 4,096 swaps. To multiply it
-# on tensor cores in bf16, an fp32 tile is split into three bf16 tiles whose sum it is. So a bf16 tile times an fp32
-# tile is three products. Of the nine products of two fp32 tiles, "bf16x6" computes the six largest.
+# In the loops, S is fp32. If it were rounded to bf16 where it is read, it would be 3 % off after 4,096 swaps. Tensor
+# cores multiply in bf16, so an fp32 tile is split into three bf16 tiles that add up to it. Then a bf16 tile times an
+# fp32 tile takes three products. Two fp32 tiles would take nine, of which "bf16x6" computes the six largest.
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a CPU, for tests only
 
 
 @jit
 def parts(x):
-    """fp32 -> three bf16 numbers whose sum is x, the largest first. The mask keeps a number's first eight binary
-    digits, which is all that bf16 holds."""
+    """fp32 -> three bf16 numbers whose sum is x, the largest first. The mask keeps the first eight binary
+    digits of a number, because bf16 holds no more."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     middle = ((x - high).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), (x - high - middle).to(tl.bfloat16)
@@ -294,7 +298,7 @@ def dot(a, b):
 
 @jit
 def load_rows(x, row, exists, column, width):
-    """Rows of x (..., width), zeros where there is nothing to read."""
+    """-> a tile of x (..., width): these rows and columns, and zeros where x has none."""
     exists = exists[:, None] & (column < width)[None, :]
     tile = tl.load(x + row[:, None] * width + column[None, :], exists, 0.0)
     return tile.to(tl.float32) if INTERPRETED else tile
@@ -308,14 +312,15 @@ def store_rows(x, row, exists, column, width, tile):
 
 @jit
 def steps_of(n, bh, T, H, C: tl.constexpr):
-    """Chunk n of head bh -> its steps' rows in a (B, T, H, ...) tensor, and which of them exist."""
+    """Chunk n of head bh -> the row of each of its steps in a (B, T, H, ...) tensor, and whether it exists."""
     b, h, t = bh // H, bh % H, n * C + tl.arange(0, C)
     return (b * T + t) * H + h, t < T
 
 
 @jit
 def load_rescaled(q, k, g, row, exists, column, width):
-    """-> K, Q_read, K_read, K_write (C, BK); exp(c - mid), exp(mid - c), half (1, BK), or 1 without gates."""
+    """-> K, Q_read, K_read, K_write, exp(c - mid), exp(mid - c), all (C, BK), and half (1, BK). Without gates, the
+    last three are 1."""
     Q, K = load_rows(q, row, exists, column, width), load_rows(k, row, exists, column, width)
     if g is None:
         return K, Q, K, K, 1.0, 1.0, 1.0
@@ -328,8 +333,8 @@ def load_rescaled(q, k, g, row, exists, column, width):
 
 @jit
 def key_products(K_read, K_write, beta):
-    """-> U = K_read K_write^T / |k|^2; |k|^2, the diagonal of that product; b = beta / |k|^2. Triton's "/" is
-    approximate, so this is div_rn: for equal keys U must be 1."""
+    """-> U = K_read K_write^T / |k|^2; |k|^2, the diagonal of that product; b = beta / |k|^2. For equal keys,
+    U must be exactly 1. Triton's "/" is only approximate, so div_rn divides."""
     i = tl.arange(0, K_read.shape[0])
     KK = dot(K_read, tl.trans(K_write))
     norm2 = tl.sum(tl.where(i[:, None] == i, KK, 0.0), 1)
@@ -339,8 +344,8 @@ def key_products(K_read, K_write, beta):
 
 @jit
 def inverse(A):
-    """(I + A)^-1 of a strictly lower triangular A, 16 x 16. Start from inverted 2 x 2 diagonal blocks; join
-    two neighbours to one of twice the size by -M A M below. No powers of A."""
+    """(I + A)^-1 of a strictly lower triangular A, 16 x 16. First inverts the 2 x 2 blocks on the
+    diagonal, then joins two neighbours into one of twice the size, with -M A M below. Needs no powers of A."""
     tl.static_assert(A.shape[0] == 16)
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     M = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
@@ -352,7 +357,7 @@ def inverse(A):
 
 @kernel
 def prepare_kernel(q, k, beta, g, m, p, b, T, H, n_k, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    chunk = tl.program_id(0).to(tl.int64)                                # offsets may pass 2^31
+    chunk = tl.program_id(0).to(tl.int64)                                # offsets may exceed 2^31
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     row, exists = steps_of(chunk % tl.cdiv(T, C), chunk // tl.cdiv(T, C), T, H, C)
     _, Q_read, K_read, K_write, _, _, _ = load_rescaled(q, k, g, row, exists, tl.arange(0, BK), n_k)
@@ -461,7 +466,7 @@ CHUNK, WIDEST = 16, 128                                  # C; largest K or V
 
 @functools.cache
 def settings(K):
-    """-> what the kernels are compiled with. num_stages 2: a loop may load its next tiles while it computes."""
+    """-> the kernels' compile-time settings. With num_stages 2, a loop may load its next tiles while it computes."""
     BK = max(16, triton.next_power_of_2(K))
     return dict(C=CHUNK, BK=BK, BV=max(16, BK // 4), num_warps=min(4, BK // 16), num_stages=2)
 
@@ -477,7 +482,7 @@ class DeltaRuleTriton(torch.autograd.Function):
         o, end = torch.empty_like(v), torch.empty_like(state)
         m, p, b = *state.new_empty(2, B * H, N, CHUNK, CHUNK), torch.empty_like(beta)
         starts = x = d = None
-        if grad and any(ctx.needs_input_grad):                           # the latter also under no_grad
+        if grad and any(ctx.needs_input_grad):                           # needs_input_grad is set also under no_grad
             starts, x, d = v.new_empty(B * H, N, V, K), torch.empty_like(v), torch.empty_like(v)
         with torch.cuda.device_of(k):                                    # k may be on another GPU
             prepare_kernel[(B * H * N,)](q, k, beta, g, m, p, b, T, H, K, **settings(K))
@@ -503,16 +508,16 @@ class DeltaRuleTriton(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Which backend: what the kernels cannot do, and, on a GPU, a trial
+# Choosing the backend: what the kernels cannot do, and a trial of the kernels on a GPU
 
-APPLY = DeltaRuleTriton.apply  # kept: each access makes a new object, which torch 2.14 would compile again
+APPLY = DeltaRuleTriton.apply  # kept: each access to .apply makes a new object, which torch 2.14 would recompile
 BACKENDS = ("loop", "torch", "triton")
 TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of `errors`, up to 100 steps
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # the largest accepted `errors`, for up to 100 steps
 
 
 def why_not_triton(device, dtype, K, V):
-    """-> why the kernels cannot take these, or None."""
+    """-> why the kernels cannot run with this device, dtype and head widths, or None if they can."""
     if triton is None:
         return "the package triton is not installed"
     if device.type != "cuda" and not INTERPRETED:
@@ -531,8 +536,8 @@ def why_not_triton(device, dtype, K, V):
 
 
 def swaps(B, T, H, K, V, gate=None, dtype=torch.float32, device="cpu"):
-    """-> q, k, v, beta in dtype, g, state in fp32. Beta is 2, and keys are along e_i - e_j: each step swaps
-    two of five rows of the state. gate: the mean of the log-gates, or None."""
+    """-> q, k, v, beta in dtype, and g, state in fp32. Beta is 2 and each key is along e_i - e_j, so each step swaps
+    two of five rows of the state. gate: the mean of the log-gates, or None for no gates."""
     here = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     q = F.normalize(torch.randn(B, T, H, K, **here), dim=-1)
     v = torch.randn(B, T, H, V, **here) / math.sqrt(V)
@@ -552,7 +557,7 @@ def errors(tensors, truth):
 
 
 def with_gradients(inputs, backend, **options):
-    """o and the last state; then, unless under no_grad, the gradients of a random weighted sum of both."""
+    """-> o and the last state, then the gradients of a random weighted sum of both. Under no_grad, no gradients."""
     inputs = [x if x is None else x.detach().requires_grad_(torch.is_grad_enabled()) for x in inputs]
     found = delta_rule(*inputs, backend=backend, **options)
     if not torch.is_grad_enabled():
@@ -564,7 +569,7 @@ def with_gradients(inputs, backend, **options):
 
 
 def compare(inputs, backend, **options):
-    """-> {name: error} of all that a backend returns, against the loop in float64 on the same numbers."""
+    """-> {name: error}: the error of all that a backend returns, against the loop in float64 on the same numbers."""
     truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
     found = with_gradients(inputs, backend, **options)
     names = [name for name in TENSORS if name != "dg" or inputs[4] is not None]
@@ -573,7 +578,8 @@ def compare(inputs, backend, **options):
 
 @functools.cache
 def trial(device, dtype, K, V):
-    """Compare all builds of the kernels with the loop. -> None, or (also as a warning) why not to use them."""
+    """Compare the kernels with the loop, with and without gates and gradients. -> None if they pass, else the reason
+    not to use them, which is also shown as a warning."""
     try:
         for T, gate, gradients in itertools.product((1, 40), (None, -0.3), (True, False)):
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
@@ -581,19 +587,19 @@ def trial(device, dtype, K, V):
             for name, error in found.items():
                 if not error <= TOLERANCE[torch.float32 if name == "state" else dtype]:
                     raise ArithmeticError(f"on this GPU, {name} is off by {error:.0e}")
-    except Exception as error:                                           # also: no C compiler, out of resources
+    except Exception as error:                                           # also no C compiler, or out of resources
         obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(f"delta_rule takes its torch backend, not its kernels: {obstacle}")
         return obstacle
 
 
 def opaque(f):
-    """Hide f from torch.compile. Not as a decorator: importing the compiler takes a second."""
+    """Hide f from torch.compile. It is no decorator, because importing the compiler takes a second."""
     return torch.compiler.disable(f) if torch.compiler.is_compiling() else f
 
 
 def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=64):
-    """-> the backend for this device, dtype and head widths, and why. ValueError if the one asked for cannot run."""
+    """-> the backend for this device, dtype and head widths, and why. Raises ValueError if `backend` cannot run."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend '{backend}': choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
     device = torch.device(device)
@@ -612,7 +618,7 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
 # The public function
 
 def check_shapes(q, k, v, state, g=None, **per_step):
-    """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. per_step are (B, T, H)."""
+    """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. per_step: more tensors, (B, T, H)."""
     if k.dim() != 4:
         raise ValueError(f"k is {tuple(k.shape)}, but it must be (B, T, H, K)")
     (B, T, H, K), V = k.shape, v.shape[-1]
@@ -633,19 +639,20 @@ def check_shapes(q, k, v, state, g=None, **per_step):
 def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     """The delta rule at the top of this file.
 
-    q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H), in fp64, fp32, bf16 or fp16, any strides, not empty.
-    g: None, or log-gates <= 0, clamped at -7 (no gradient below that): one per channel of the keys
-    (B, T, H, K), or one for all channels (B, T, H) or (B, T, H, 1). state: None for zeros, or (B, H, K, V).
-    backend: "auto" (triton on a GPU, else torch), or one of BACKENDS. chunk: steps per chunk for torch, or
-    None for a good number; with gates it is at most 16.
+    q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H): in fp64, fp32, bf16 or fp16, with any strides, not empty.
+    g: None, or log-gates <= 0, one per channel of the keys (B, T, H, K), or one for all channels (B, T, H) or
+    (B, T, H, 1). Log-gates below -7 are clamped to -7 and get no gradient. state: the first state (B, H, K, V), or
+    None for zeros. backend: "auto" (triton where its kernels can run, else torch), or one of BACKENDS. chunk: the steps per chunk
+    for torch, or None for a good number. With gates, a chunk has at most 16 steps.
 
-    Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v
-    is), also under autocast (with the loop, in the forward only). If you allow TF32, loop and torch use it.
-    Differentiable once, in every tensor. Keys may be zero, or have any length from 1e-12 (1e-6 with gates at
-    the clamp) to 1e12. beta is not checked: outside [0, 2] the state explodes. Raises ValueError, with the reason,
-    for bad shapes and for a backend that is not available. On a GPU, "auto" tries the kernels once, and warns if
-    it rejects them: call it before you capture a CUDA graph. "triton" does not try: before Triton 3.6, the error
-    is Triton's own."""
+    Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v is
+    fp64), also under autocast; but the loop is protected from autocast in its forward only. If you allow TF32, the
+    backends loop and torch use it. All tensors are differentiable, once. Keys may be zero, or have any length from
+    1e-12 (1e-6 with gates at the clamp) to 1e12. beta is not checked; outside [0, 2] the state explodes.
+
+    Raises ValueError, with the reason, for bad shapes and for a backend that is not available. On a GPU, "auto"
+    first tries the kernels, and warns if it rejects them, so call it before you capture a CUDA graph. "triton" does
+    not try them, so with a Triton before 3.6 you get Triton's own error."""
     if g is not None and g.dim() == 3:
         g = g[..., None]
     B, T, H, K, V = check_shapes(q, k, v, state, g, beta=beta)
@@ -673,9 +680,9 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
 # Linear attention with decay, in chunks; simple enough to leave its backward to autograd
 
 def decay_scan(q, k, v, a=None, state=None, chunk=32):
-    """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence; linear attention if a is None.
+    """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence, or linear attention if a is None.
 
-    a (B, T, H) in [-1, 1]. The rest is as in `delta_rule`, but backward() must be outside autocast."""
+    a: the decay (B, T, H), in [-1, 1]. All else is as in `delta_rule`, but backward() must be outside autocast."""
     B, T, H, K, _ = check_shapes(q, k, v, state, a=a)
     dtype, C = torch.promote_types(v.dtype, torch.float32), min(chunk, T)
     with torch.autocast(v.device.type, enabled=False):
@@ -688,7 +695,7 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
             R = torch.where(below, a[..., None], 1).cumprod(-2)          # R_ij = a_{j+1} ... a_i, from j to i
             gamma = a.cumprod(-1)[..., None]                             # a_1 ... a_i, from the start to i
             Q, P = gamma * Q, R * P
-            K_out, a_C = R[:, -1, :, None] * K_out, gamma[:, -1:]        # to the chunk's end
+            K_out, a_C = R[:, -1, :, None] * K_out, gamma[:, -1:]        # decayed to the chunk's end
         S = V.new_zeros(B * H, K, v.shape[-1]) if state is None else state.to(dtype).flatten(0, 1)
         starts = []
         for decay, write in zip(a_C.split(B * H), (K_out.mT @ V).split(B * H)):
@@ -699,11 +706,11 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# python kernels.py: errors against the loop in float64, a long run, and the clock
+# python kernels.py: errors against the loop in float64, then after a long run, then times
 
 @torch.no_grad()
 def drift(inputs, backend):
-    """-> relative error of the last state, in pieces of 4,096 steps, against chunks in float64; the worst head's."""
+    """-> the worst head's relative error of the last state, against chunks in float64. Each call takes 4,096 steps."""
     S = exact = None
     for part in zip(*(x.split(4096, 1) for x in inputs)):
         _, S = delta_rule(*part, state=S, backend=backend)
@@ -712,8 +719,8 @@ def drift(inputs, backend):
 
 
 def clock(shape, dtype, device, backends):
-    """Print a row: ms forward, and forward and backward, of each backend."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel("ERROR")     # else: "No CUDA runtime is found"
+    """Print a row: for each backend, the ms of the forward, then of the forward and the backward together."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel("ERROR")     # else it says "No CUDA runtime is found"
     from torch.utils.benchmark import Timer
     B, T, H, K = shape
     inputs = [x.requires_grad_() for x in swaps(B, T, H, K, K, None, dtype, device)[:4]]

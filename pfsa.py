@@ -1,23 +1,25 @@
 """
-Hidden branches: programs whose state cannot be read off the trace, and the exact belief about it.
+Hidden branches: programs whose state cannot be read off the trace, and the exact belief about this state.
 
-Real code branches on values that a trace does not show. A reader is left with a *belief*, a probability for
-every state. It moves with each line and sharpens with each print. P1 (section 5) models this as a PFSA-SR, a
-probabilistic finite-state automaton with state reveals, and argues that beliefs are hard for linear RNNs: a
-belief is renormalised at each reveal, and a linear recurrence cannot divide. This file has the automata, the
-exact Bayes filter, the filters that a linear RNN could hold instead, and the task pfsa.
+Real code branches on values that a trace (a program together with what it prints) does not show. A reader of the
+trace cannot know the *state*, what the variables hold. What remains is a *belief*: a probability for every state. Each
+line transforms the belief, and each print, a *reveal*, sharpens it. P1 (section 5) models this as a PFSA-SR, a
+probabilistic finite-state automaton with state reveals. P1 argues that beliefs are hard for linear RNNs, because a
+belief is renormalised at each reveal, and a linear recurrence cannot divide. This file has the automata, the exact
+Bayes filter that computes beliefs, the filters that a linear RNN could compute instead, and the task pfsa.
 
     b <- T_s Z_s b / |Z_s b|_1         Z_s b: condition on what was shown, symbol s;   T_s: then move
 
-T_s (m, m) is column-stochastic, T_s[i, j] = P(next is i | now j, s). Z_s (m,) is 0/1: where s can occur.
+A symbol is what a trace shows in one step: a line, or an output. T_s (m, m) is column-stochastic: T_s[i, j] is
+P(next state i | state j, symbol s). Z_s (m,) is 1 for states in which the symbol s can occur, else 0.
 
-Who chooses the symbol? If the environment picks among the symbols that the state allows, then its choice
-carries information, and the formula is wrong (`python pfsa.py` shows a counterexample). P1 leaves this open.
-Here the environment draws a *query*, a set of symbols, independently of the state. Each state allows exactly
-one symbol of the set, and that one occurs. `print('b', b)` is a query, and its n possible outputs are the
-symbols. A *maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol.
-Then |Z_s b|_1 = P(s | query, past), the *predictive*, and its mean negative log is the Bayes floor, the least
-expected loss of any model.
+Who chooses the symbol? If the environment that writes the trace picked one of the symbols that the state allows, its
+choice would carry information, and the formula would be wrong (`python pfsa.py` shows a counterexample). P1 leaves
+this open. Here the environment draws a *query*, a set of symbols, independently of the state. Each state allows
+exactly one symbol of the set, and that symbol occurs. `print('b', b)` is a query, and its n possible outputs are the
+symbols. A *maybe-swap*, a line that swaps two variables with probability 1/2, is a query with one symbol. Then
+|Z_s b|_1 = P(s | query, past) is called the *predictive*. The mean of its negative logarithm is the Bayes floor, the
+lowest expected loss that any model can have.
 
 Symbols: m states, n variables (m = n!), B sequences, L symbols in each, T tokens. P1 is arXiv 2602.14814,
 "Learning State-Tracking from Code Using Linear RNNs", section 5 and appendix B.
@@ -40,9 +42,9 @@ from data import LETTERS, BadInput, Stage, Task, run
 # The automaton and its exact filter
 
 class PFSA:
-    """T (symbols, m, m) and Z (symbols, m); q0: the first state, or a distribution (m,); queries: lists of
-    symbols. Computes in float64, or exactly if T holds Fractions. Raises BadInput where probabilities do
-    not sum to 1, or a state does not allow exactly one symbol of a query."""
+    """T (symbols, m, m) and Z (symbols, m) are as above; q0: the first state, or a distribution (m,); queries: lists
+    of symbols. Computes in float64, or exactly if T holds Fractions. Raises BadInput where probabilities do not sum to
+    1, or where a state does not allow exactly one symbol of a query."""
 
     def __init__(self, T, Z, q0, queries=()):
         exact = np.asarray(T).dtype == object
@@ -64,8 +66,8 @@ class PFSA:
         """Symbols (B, L) -> beliefs (B, L+1, m), before each symbol and after the last, and the predictive
         P(symbol | query, past) (B, L). start (B, m) or (m,): the first belief, by default q0.
 
-        Normalised at each step, so sequences may be of any length; floats below 1e-308 become 0. Raises
-        ValueError, with sequence and step, where a symbol has probability 0."""
+        Beliefs are normalised at each step, so sequences may be of any length; floats below 1e-308 become 0.
+        Raises BadInput, with sequence and step, where a symbol has probability 0."""
         symbols = np.asarray(symbols)
         B, L = symbols.shape
         beliefs = np.empty((B, L + 1, self.m), self.T.dtype)
@@ -84,12 +86,12 @@ class PFSA:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a linear recurrence can hold
+# What a linear recurrence can compute
 
 def linear_filter(pfsa, symbols, dtype=torch.float64):
-    """Deferred normalisation: h <- T Z h; only to read h, divide it by its sum. Symbols (B, L) -> h
-    (B, L+1, m) in this torch dtype, to which each product and sum is rounded. Each reveal multiplies the mass
-    of h by a probability, and nothing undoes this: in the end the mass is 0."""
+    """The filter with deferred normalisation: h <- T_s Z_s h. Whoever reads h divides it by its sum. Symbols (B, L)
+    -> h (B, L+1, m) in this torch dtype, to which each product and sum is rounded. Each reveal multiplies the *mass*,
+    the sum of h, by a probability. Nothing undoes this, so the mass underflows to 0 in the end."""
     symbols = torch.as_tensor(symbols)
     TZ = torch.tensor((pfsa.T * pfsa.Z[:, None]).astype(float)).to(dtype)
     q0 = torch.tensor(pfsa.q0.astype(float)).to(dtype)
@@ -104,13 +106,13 @@ def linear_filter(pfsa, symbols, dtype=torch.float64):
 
 def marginal_filter(n, symbols):
     """The n x n state of P1 section 5.2, for `maybe_swaps(n)`: H_ij stands for P(position i holds j).
-    Symbols (B, L) -> H (B, L+1, n, n) float64. Affine in H, from H = I:
+    Symbols (B, L) -> H (B, L+1, n, n) float64. H starts at I, and each update is affine in H:
 
         maybe swap:     H <- 1/2 (I + swap) H
-        i holds j:      H <- (I - e_i e_i') H (I - e_j e_j') + e_i e_j'       clear row and column, put a 1
+        i holds j:      H <- (I - e_i e_i') H (I - e_j e_j') + e_i e_j'       clear row i and column j, set H_ij to 1
 
-    Without reveals these are the marginals of the belief; with reveals they only approximate them, even in
-    exact arithmetic. `sinkhorn` projects H to a doubly stochastic matrix."""
+    Without reveals, H holds the marginals of the belief, the probabilities of what each position holds. With reveals,
+    H only approximates the marginals, even in exact arithmetic. `sinkhorn` projects H to a doubly stochastic matrix."""
     symbols = np.asarray(symbols)
     eye = np.eye(n)
     left = np.tile(eye, (n_swaps(n) + n * n, 1, 1))                       # (symbols, n, n)
@@ -128,9 +130,9 @@ def marginal_filter(n, symbols):
 
 
 def sinkhorn(H):
-    """Sinkhorn and Knopp: scale rows and columns of H (..., n, n) in turn until all sum to 1. -> the result,
-    without NaN, and ok (...,) bool: False where H has not converged, or had a row or column of zeros, as
-    after an underflow; no factor scales zeros, so 1/n replaces them."""
+    """Sinkhorn and Knopp's algorithm: scale the rows and the columns of H (..., n, n) in turn until all sum to 1. ->
+    the result, without NaN, and ok (...,) bool. ok is False where H has not converged, or where it had a row or column
+    of zeros, as after an underflow. No factor can make zeros sum to 1, so they are replaced by 1/n."""
     H = np.array(H, float)
     n = H.shape[-1]
     scalable = (H.sum(-1) > 0).all(-1) & (H.sum(-2) > 0).all(-1)
@@ -148,9 +150,9 @@ def sinkhorn(H):
 # Automata
 
 def maybe_swaps(n):
-    """n positions hold the things 0 to n-1, in order at first. Symbols: for each pair of positions, "they
-    swap with probability 1/2"; then for each position i and each thing j, "i holds j". Queries: each pair,
-    then each position. The states are `arrangements(n)`; `swap` and `holds` number the symbols."""
+    """The automaton in which n positions hold the things 0 to n-1, in order at the start. Symbols: for each pair of
+    positions, "they swap with probability 1/2"; then for each position i and each thing j, "i holds j". Queries: each
+    pair, then each position. The states are `arrangements(n)`; `swap` and `holds` give the numbers of the symbols."""
     states, T, Z = arrangements(n), [], []
     eye = np.eye(len(states))
     for a, b in combinations(range(n), 2):
@@ -168,7 +170,7 @@ def maybe_swaps(n):
 
 
 def arrangements(n):
-    """The n! states of `maybe_swaps`, as tuples: what position 0, 1, ... holds. State 0 is in order."""
+    """The n! states of `maybe_swaps`, as tuples of what positions 0, 1, ... hold. In state 0, i holds i."""
     return list(permutations(range(n)))
 
 
@@ -187,11 +189,11 @@ def holds(n, i, j):
 
 
 def schedule(rng, n, L, every=2, same=False):
-    """-> L queries of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. L // every of them,
-    at random places, are prints of random positions; the others are maybe-swaps of random pairs.
+    """-> L queries of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. Of these queries, L // every
+    are prints of random positions, at random places; the others are maybe-swaps of random pairs.
 
-    same, for P1 Figure 10: again and again, the last two positions, n-2 and n-1, may swap, then n-2 is
-    printed. But the last two lines print n-2, then n-1."""
+    same, for P1 Figure 10: a maybe-swap of the last two positions, n-2 and n-1, alternates with a print of n-2. But
+    the last two queries are prints, of n-2 and then of n-1."""
     if same:
         may_swap, print_one, print_other = swap(n, n - 2, n - 1), n_swaps(n) + n - 2, n_swaps(n) + n - 1
         return ([may_swap, print_one] * L)[:L - 2] + [print_one, print_other]
@@ -200,8 +202,8 @@ def schedule(rng, n, L, every=2, same=False):
 
 
 def figure_9():
-    """P1 Figure 9, its states 1 to 3 numbered from 0: 0 is absorbing, 1 and 2 go there with probability 1/2.
-    Symbols: step; "it is 1 or 2"; "it is 0". Starts in 1."""
+    """P1 Figure 9, with its states 1 to 3 numbered from 0. State 0 is absorbing; at a step, states 1 and 2 move to
+    state 0 with probability 1/2. Symbols: step; "the state is 1 or 2"; "the state is 0". Starts in state 1."""
     half = Fraction(1, 2)
     stay = np.eye(3, dtype=int)
     step = [[1, half, half],
@@ -211,8 +213,9 @@ def figure_9():
 
 
 def appendix_b():
-    """P1 appendix B: arrangements of three in the order 123, 213, 321, 132, 231, 312, from 123. Symbols: "try
-    swap 1-2", which swaps 1-3 instead with probability 1/2; "position 1 holds 1", "... 2", "... 3"."""
+    """P1 appendix B. States: the arrangements of three things, in the order 123, 213, 321, 132, 231, 312. Starts in
+    123. Symbols: "try swap 1-2", which swaps 1-3 instead with probability 1/2; "position 1 holds 1", "... 2", "... 3".
+    """
     order, half = ["123", "213", "321", "132", "231", "312"], Fraction(1, 2)
     T = [[half * (new in (b + a + c, c + b + a)) for a, b, c in order] for new in order]
     stay = np.eye(6, dtype=int)
@@ -224,16 +227,18 @@ def appendix_b():
 # The task: the queries of `maybe_swaps` as lines of Python
 
 class MaybeSwaps(Task):
-    """REPL traces with hidden branches: n variables hold 1 to n; then each of L lines swaps two of them or
-    not, or (L // S of them) prints one. The state is one slot, the number of the arrangement; a Batch has the
-    exact beliefs and predictives. n_vars is 2 to 5, as a belief has n! entries.
+    """REPL traces with hidden branches. At the start, n variables hold 1 to n in some order. Then follow L lines: in a
+    stage LxS, L // S of them print a variable, and the others are maybe-swaps of two variables. The state is one slot,
+    the number of the arrangement. A Batch has the exact beliefs and predictives. n_vars is 2 to 5, because a belief
+    has n! entries.
 
-    In Lx2:same, the same two may be swapped again and again; each time the same one is printed, in the end the
-    other one. Lx2:forced is P1 Figure 10: the same, but they never are swapped. There the loss means nothing,
-    only the KL to the predictive, so it is for evaluation. There are few such programs: none is held out."""
+    In a stage Lx2:same, all maybe-swaps concern the same two variables. Each is followed by a print of one of
+    them, and the last line prints the other. Lx2:forced is P1 Figure 10: the same lines, but no swap ever
+    happens. There the loss means nothing, only the KL divergence to the predictive (see `against_exact`), so forced
+    is for evaluation. There are few programs of these two kinds, so none is held out."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
-    stage_samples = 3000                                                  # no model can reach 90 %
+    stage_samples = 3000                                                  # because no model can reach 90 %
     settings = ("n_vars",)
     n_slots = 1
 
@@ -246,9 +251,9 @@ class MaybeSwaps(Task):
         self.number = {values: i for i, values in enumerate(numbers)}     # what the variables hold -> state
         swaps = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
                  for x, y in combinations(self.names, 2)]
-        self.sources = swaps + [f"print('{x}', {x})" for x in self.names]       # of each query
-        self.symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}     # of a line in a trace
-        for i, j in np.ndindex(n_vars, n_vars):                           # assigning reveals like a print
+        self.sources = swaps + [f"print('{x}', {x})" for x in self.names]       # the line of each query
+        self.symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}     # text of a line -> symbol
+        for i, j in np.ndindex(n_vars, n_vars):                           # an assignment reveals like a print
             printed, assigned = f"{self.names[i]} {j + 1}\n", f">>> {self.names[i]} = {j + 1}\n"
             self.symbols[printed] = self.symbols[assigned] = holds(n_vars, i, j)
         super().__init__(**others)
@@ -265,7 +270,7 @@ class MaybeSwaps(Task):
 
     def program(self, rng, stage, memory):
         yield "from random import random"
-        memory["random"] = (lambda: 1.0) if stage.kind == "forced" else rng.random        # replaces the import
+        memory["random"] = (lambda: 1.0) if stage.kind == "forced" else rng.random        # replaces the imported one
         for name, value in zip(self.names, rng.sample(range(1, self.n_vars + 1), self.n_vars)):
             yield f"{name} = {value}"
         numpy_rng = np.random.default_rng(rng.getrandbits(64))
@@ -273,7 +278,7 @@ class MaybeSwaps(Task):
             yield self.sources[query]
 
     def draw(self, rng, stage, split):
-        """As Task.draw. The split ignores the branches that were taken, so beliefs are exact."""
+        """As Task.draw. Whether a program is held out does not depend on the branches taken, so beliefs are exact."""
         if not stage.kind:
             return super().draw(rng, stage, split)
         if stage.kind == "forced" and split == "train":
@@ -293,19 +298,20 @@ class MaybeSwaps(Task):
         return 1 / self.n_vars
 
     def beyond(self, last):
-        """The last stage, 4 and 16 times as long; then forced at these lengths."""
+        """The last stage, with traces 1, 4 and 16 times as long; then the stages Lx2:forced of these lengths."""
         lengths = [last.length * factor for factor in (1, 4, 16)]
         forced = [Stage(L, 2, "forced") for L in lengths if L > 1]
         return [Stage(L, last.spacing) for L in lengths] + forced
 
     def to_batch(self, traces):
-        """Traces of one stage -> Task's Batch, with belief (B, T, m) at the ends of lines, once all is
-        assigned, and predictive (B, T, n) of the answers 1 to n where an answer is asked; zeros elsewhere."""
+        """Traces of one stage -> the Batch of Task.to_batch, with two more arrays, which are 0 where not stated. belief
+        (B, T, m) is given at the ends of lines, once all variables are assigned. predictive (B, T, n) is given where
+        an answer is asked: the probabilities of the answers 1 to n."""
         batch, m, n = super().to_batch(traces), self.automaton.m, self.n_vars
         B, T = batch.tokens.shape
         read = [[self.symbols.get(line.text, -1) for line in lines] for lines in traces]
         asked = [[bool(line.answer) for line in lines] for lines in traces]
-        read, asked = np.array(read), np.array(asked)                     # (B, lines); -1: tells nothing
+        read, asked = np.array(read), np.array(asked)                     # (B, lines); -1: no symbol
         symbols = read[read >= 0].reshape(B, -1)                          # (B, n + L)
         beliefs, _ = self.automaton.filter(symbols, start=np.full(m, 1 / m))
 
@@ -323,9 +329,10 @@ class MaybeSwaps(Task):
 
 
 def against_exact(logits, target, predictive, answer_tokens):
-    """A model against the exact predictive, in nats. Logits (N, vocabulary), the sampled answers' tokens (N,), the
-    exact chances of n answers (N, n), and the n answers' tokens -> (N, 3) float64: KL(exact || model) over the whole
-    vocabulary, the model's loss at the answer, and that of the exact predictive, whose mean is the Bayes floor."""
+    """Compare a model with the exact predictive, in nats (with natural logarithms). Takes logits (N, vocabulary), the
+    tokens of the sampled answers (N,), the exact probabilities of n answers (N, n), and the tokens of these n answers.
+    -> (N, 3) float64: the divergence KL(exact || model) over the whole vocabulary; the model's loss at the sampled
+    answer; and the loss of the exact predictive at this answer, whose mean is the Bayes floor."""
     log_q, p = logits.cpu().double().log_softmax(-1), predictive.cpu().double()       # mps has no float64
     answers, target = torch.tensor(answer_tokens), target.cpu()[:, None]
     kl = (torch.special.xlogy(p, p) - p * log_q[:, answers]).sum(-1)
