@@ -642,8 +642,8 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H): in fp64, fp32, bf16 or fp16, with any strides, not empty.
     g: None, or log-gates <= 0, one per channel of the keys (B, T, H, K), or one for all channels (B, T, H) or
     (B, T, H, 1). Log-gates below -7 are clamped to -7 and get no gradient. state: the first state (B, H, K, V), or
-    None for zeros. backend: "auto" (triton where its kernels can run, else torch), or one of BACKENDS. chunk: the steps per chunk
-    for torch, or None for a good number. With gates, a chunk has at most 16 steps.
+    None for zeros. backend: "auto" (triton where its kernels can run, else torch), or one of BACKENDS. chunk: the
+    steps per chunk for torch, or None for a good number. With gates, a chunk has at most 16 steps.
 
     Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v is
     fp64), also under autocast; but the loop is protected from autocast in its forward only. If you allow TF32, the
