@@ -355,7 +355,7 @@ def samples(args):
 
 def variables(args):
     """Traces until the last stage is passed, over the number n of variables: a dot for each run. A hollow dot shows
-    where a run finished before. Lines of n log n and n! begin at the median of the fewest variables."""
+    where a run finished before. Lines of n log n, n² and n! begin at the median of the fewest variables."""
     figure, axes = plt.subplots(figsize=(6, 4))
     needed = defaultdict(list)
     for name, result in load_runs(args):
@@ -364,7 +364,8 @@ def variables(args):
         needed[n].append(result["passed"][-1]["samples"] if done else result["samples"])
         axes.plot(n, needed[n][-1], "o", color=colour_of(name), fillstyle="full" if done else "none")
     x = sorted(needed)
-    for look, name, f in (("k--", "n log n", lambda n: n * math.log(n)), ("k:", "n!", math.factorial)):
+    growths = ("k-.", "n log n", lambda n: n * math.log(n)), ("k--", "n²", lambda n: n * n), ("k:", "n!", math.factorial)
+    for look, name, f in growths:
         axes.plot(x, [np.median(needed[x[0]]) * f(n) / f(x[0]) for n in x], look, label=f"grows as {name}")
     axes.set_yscale("log")
     axes.set_ylim(top=2 * max(map(max, needed.values())))
@@ -576,6 +577,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline.png": f"headline {TABLE} length",
     "ladder.png": f"ladder {TABLE} ladder --by n_householder,n_layer",
     "nats.png": f"nats {TABLE} belief --models gated_deltanet,gru,lstm,m2rnn,transformer",
+    "variables.png": f"variables {TABLE} variables",
     "samples.png": f"samples {TABLE} told --by states",
     "horizon.png": f"horizon {TABLE} horizon --by gates,cooldown",
     "heads.png": f"heads {TABLE} heads",

@@ -2778,6 +2778,16 @@ def test_a_figure_shows_the_numbers_of_its_runs(command):
     assert list(map(shown, panels)) == expected
 
 
+def test_what_more_variables_cost_is_counted_to_the_last_stage_and_beside_it_stands_n_factorial():
+    runs = [result(n_vars=n, passed=[{"stage": "8x1", "samples": 50}, *passed])
+            for n, passed in ((2, [{"stage": "64x8", "samples": 100}]), (4, []))]
+    axes = plot.variables(of(*runs)).axes[0]
+    dots = {line.get_fillstyle(): line.get_xydata().tolist() for line in axes.lines if line.get_label()[0] == "_"}
+    assert dots == {"full": [[2, 100]], "none": [[4, 9000]]}
+    [line] = [line for line in axes.lines if "n!" in line.get_label()]
+    assert line.get_xydata().tolist() == [[2, 100], [4, 1200]]
+
+
 @pytest.mark.parametrize("model, changes, groups", [
     ("deltanet", {}, "Z2 S5swaps"), ("deltanet", {"beta_max": 1.0}, ""),
     ("deltanet", {"n_layer": 2}, "Z2 S3 A5 S5 S5swaps"), ("deltaproduct", {"n_householder": 2}, "Z2 S3 A5 S5swaps"),
