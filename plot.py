@@ -344,7 +344,7 @@ def samples(args):
                 failed.append(f"{last['accuracy']:.0%}")
         if failed:
             axes.text(end, row, f"{', '.join(failed)}   ", ha="right", va="center", fontsize=8)
-        finish(axes, "fewer is better; hollow: never", "", task)
+        finish(axes, "fewer is better; hollow: not reached,\nwith the accuracy at the end", "", task)
         axes.set_xscale("log", base=4)
         axes.margins(x=0.15)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -578,7 +578,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "ladder.png": f"ladder {TABLE} ladder --by n_householder,n_layer",
     "nats.png": f"nats {TABLE} belief --models gated_deltanet,gru,lstm,m2rnn,transformer",
     "variables.png": f"variables {TABLE} variables",
-    "samples.png": f"samples {TABLE} told --by states",
+    "samples.png": f"samples {TABLE} forms --by states",
     "horizon.png": f"horizon {TABLE} horizon --by gates,cooldown",
     "heads.png": f"heads {TABLE} heads",
     "filters.png": "filters",

@@ -8,20 +8,22 @@ Train a model on a task, watch it learn, and test it far beyond what it saw. One
     torchrun --nproc-per-node 2 train.py --seed 0,1,2,3            a grid, shared out among processes
     python train.py --help                                         every setting, explained
 
-Loss: the mean over all next tokens, plus reveal_weight times the mean over answers (P1: reveals), plus the
-state head's (P2 section 4). P1 has only the first. "State" has two meanings: what the program's memory holds,
-and what a model carries from token to token.
+Loss: the mean cross-entropy of all next tokens, plus reveal_weight times the mean over the answers, plus the loss of
+the state head (P2 section 4). P1 has only the first term. An *answer* is a printed value; P1 calls it a reveal. A
+*state head* is an extra output that predicts what all variables hold at the end of a line. "State" has two meanings:
+what the program's memory holds, and what a model carries from token to token.
 
-Curriculum: stages LxS, L commands with a print after every S-th (P1 section 4). A stage is passed when enough
-answers of the last ten batches are right (--advance), or after a number of traces (--stage-samples).
+Curriculum: a list of stages. A *trace* is a program together with what it prints. The traces of a stage LxS have L
+commands, with a print after every S-th command (P1 section 4). A stage is passed when the mean accuracy on answers
+over the last ten batches reaches --advance, or after a number of traces (--stage-samples).
 
-Learning rate: a linear warmup, then constant, then half a cosine down to 0 over the last `cooldown` traces (at
-most a third of --max-samples). The decay starts when the last stage is passed, or `cooldown` traces before
---max-samples, whichever is first; the run finishes with it.
+Learning rate: a linear warmup, then a constant rate, then a decay to 0 along half a cosine, over the last
+`cooldown` traces (at most a third of --max-samples). The decay starts when the last stage is passed, or `cooldown`
+traces before --max-samples, whichever comes first. The run finishes when the decay does.
 
-A run is its settings: they name its folder, which holds ckpt.pt and, once the run is finished, result.json. If a
-run is stopped, the same command resumes it from ckpt.pt. A batch depends only on the seed, the stage and the
-batch's number, so the result is that of an uninterrupted run. P1 is arXiv 2602.14814; P2 is "Grounding Code
+The settings of a run name its folder, which holds ckpt.pt and, once the run is finished, result.json. If a run is
+stopped, the same command resumes it from ckpt.pt. A batch depends only on the seed, the stage and the batch's
+number, so a resumed run has the same result as an uninterrupted one. P1 is arXiv 2602.14814; P2 is "Grounding Code
 Understanding in Step-by-Step Execution".
 
 Read `run` first, then `losses` and `evaluate`. From Python, start with `load`.
@@ -48,7 +50,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
-if "OMP_WAIT_POLICY" not in os.environ:                   # waiting threads give up their core sooner; before torch
+# GNU OpenMP reads GOMP_SPINCOUNT when torch is loaded. With 1000, waiting threads give up their core sooner.
+if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 import torch.nn.functional as F
@@ -65,65 +68,65 @@ TASKS = {**data.TASKS, "pfsa": MaybeSwaps}
 
 @dataclass
 class Config:
-    """Each field is a flag, and the comment behind it the flag's help. A sample is a trace."""
+    """Each field is a flag, and the comment behind it is the flag's text in --help. A sample is a trace."""
     # what to learn
-    model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates them, block by block
+    model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates a and b, block by block
     task: str = "repl"             # one of the TASKS of data.py and pfsa.py
-    n_vars: int = 5                # repl, inverse, listperm, pfsa: how many variables
-    moves: str = "perm"            # repl, inverse: a command is a perm(utation) of all variables, or a swap
-    group: str = "S5"              # group: one of data.py's GROUPS
-    digits: int = 2                # arith: digits per number
-    trace_file: str = ""           # trace: a file from `data.py trace`; else random functions
-    curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own
+    n_vars: int = 5                # number of variables or list elements (tasks repl, inverse, listperm, pfsa)
+    moves: str = "perm"            # perm: a command permutes all variables; swap: it swaps two (tasks repl, inverse)
+    group: str = "S5"              # one of data.py's GROUPS (task group)
+    digits: int = 2                # digits per number (task arith)
+    trace_file: str = ""           # file written by `data.py trace`; without one, functions are random (task trace)
+    curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own curriculum
     # the model
-    d_model: int = 64              # width; inside the MLP it is twice that
-    params: int = 0                # not 0: set the MLP's width for about this many parameters
-    n_layer: int = 1               # blocks; repl with up to 5 variables needs one, thanks to conv
-    n_head: int = 1                # heads, of width d_model / n_head
-    conv: int = 12                 # tokens that the short convolution in front of every mixer sees; 0: none
-    beta_max: float = 2.0          # delta mixers and ssm: 2 gives eigenvalues in [-1, 1], 1 gives [0, 1]
-    gates: str = "exact"           # delta mixers: exact, betas and keys can be exactly 0 or 1; sigmoid: as in P1
-    n_householder: int = 2         # deltaproduct: reflections per token
-    states: str = "auto"           # a state head (linear, transformer, contrastive), text, none; auto: the task's
+    d_model: int = 64              # width of the hidden vectors; the MLP's hidden layer is twice as wide
+    params: int = 0                # if not 0, the MLP's width is chosen to give about this many parameters
+    n_layer: int = 1               # number of blocks; thanks to conv, one suffices for repl with up to 5 variables
+    n_head: int = 1                # number of heads; each has the width d_model / n_head
+    conv: int = 12                 # tokens that the short convolution before each mixer sees; 0: no convolution
+    beta_max: float = 2.0          # largest beta of delta-rule mixers, ssm: 2 gives eigenvalues in [-1, 1], 1 in [0, 1]
+    gates: str = "exact"           # exact: beta and keys use bits that reach 0 and 1; sigmoid: P1's (delta-rule mixers)
+    n_householder: int = 2         # reflections per token (mixer deltaproduct)
+    states: str = "auto"           # state head (linear, transformer, contrastive), text or none; auto: the task's own
     # training
-    reveal_weight: float = 1.0     # extra weight on answers: at 64x8 one token in 181 is an answer
-    batch_size: int = 4            # traces per step; small batches make more steps of the same traces
-    micro_batches: int = 1         # gradient accumulation, to save memory: a batch's parts, each with its own means
-    learning_rate: float = 1.8e-2  # the peak
-    warmup: int = 320              # traces until the peak
-    cooldown: int = 1280           # traces of the final decay; with more, repl is read further without prints
-    advance: float = 0.9           # pass a stage at this accuracy, mean of the last 10 batches; 0: never by accuracy
-    stage_samples: int = 0         # or pass it after this many traces; 0: the task's own (pfsa 3000, trace 4000)
-    max_samples: int = 100000      # finish after this many traces (batch_size per step), whatever the stage
+    reveal_weight: float = 1.0     # extra weight on the loss at answers; in stage 64x8, one token in 181 is an answer
+    batch_size: int = 4            # traces per step; with small batches, the same number of traces gives more steps
+    micro_batches: int = 1         # parts of a batch (gradient accumulation saves memory); each has its own mean loss
+    learning_rate: float = 1.8e-2  # peak learning rate
+    warmup: int = 320              # traces until the learning rate reaches its peak
+    cooldown: int = 1280           # traces of learning-rate decay; with more, repl models read further without prints
+    advance: float = 0.9           # pass a stage at this mean accuracy over the last 10 batches; 0: never by accuracy
+    stage_samples: int = 0         # pass a stage after at most this many traces; 0: the task's (pfsa 3000, trace 4000)
+    max_samples: int = 100000      # the run finishes after this many traces (batch_size per step), whatever the stage
     # held-out traces
-    eval_at: str = "auto"          # stages to evaluate after training; auto: the last, and harder ones
-    eval_samples: int = 64         # traces of each
-    eval_every: int = 200          # steps between two evaluations, and two checkpoints, during training
+    eval_at: str = "auto"          # stages to evaluate after training; auto: the last stage, and harder ones
+    eval_samples: int = 64         # held-out traces in each evaluation
+    eval_every: int = 200          # steps between two evaluations during training; each also saves a checkpoint
     # the machine
-    seed: int = 0                  # of weights and data; the same seed, torch, threads and machine: the same run
+    seed: int = 0                  # for weights and data; same seed, torch, threads and machine give the same run
     device: str = "cuda" if torch.cuda.is_available() else "cpu"      # cuda, mps or cpu
-    dtype: str = "fp32"            # fp32, or bf16 (autocast; the state of a scan stays fp32)
+    dtype: str = "fp32"            # fp32, or bf16 by autocast; the state of a scan (recurrence over tokens) stays fp32
     out: str = "out"               # where the runs' folders go
 
 
-# {setting: its comment above}, for --help.
+# Maps each setting to its comment above, for --help.
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
-# Settings that do not change what is trained: they are not in the folder's name.
+# These settings do not change what is trained, so they are not in the folder's name.
 ASIDE = ["eval_at", "eval_samples", "eval_every", "device", "out"]
 CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
            "gates": ["exact", "sigmoid"],
            "states": ["auto", "none", "linear", "transformer", "contrastive", "text"],
            "device": ["cpu"] + ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()}
 MAY_BE_ZERO = ["params", "conv", "reveal_weight", "warmup", "cooldown", "advance", "stage_samples", "seed"]
-AT_MOST = {"advance": 1, "learning_rate": 1, "beta_max": 2}       # above 2, eigenvalues leave [-1, 1]
-SEGMENT = 2048                     # tokens evaluated at once; the state is carried to the next segment
+AT_MOST = {"advance": 1, "learning_rate": 1, "beta_max": 2}       # above 2, eigenvalues could leave [-1, 1]
+SEGMENT = 2048                     # tokens that `evaluate` reads at once; the state is carried to the next segment
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Task, model, loss, accuracy
 
 def check(cfg):
-    """Raise BadInput, with what to do, for a setting that is wrong whatever the task."""
+    """Raise BadInput for a setting that is wrong whatever the task. Its message says what to do."""
     for name, value in vars(cfg).items():
         flag = f"--{name.replace('_', '-')} {value}"
         zero = name in MAY_BE_ZERO
@@ -144,7 +147,7 @@ def check(cfg):
 
 
 def build(cfg, pieces=None):
-    """-> the task, the stages to train on and those to test (lists of Stage), and the model with its first weights;
+    """-> the task, the stages to train on and those to test (lists of Stage), and the model with its initial weights.
     model.cfg is the Config with each "auto" resolved. pieces: a checkpoint's vocabulary. Raises BadInput for settings
     that do not fit together."""
     check(cfg)
@@ -171,17 +174,17 @@ def build(cfg, pieces=None):
         return LM(shape, len(task.tokenizer), task.n_slots, task.n_classes)
 
     width = 2 * cfg.d_model
-    if cfg.params:                                        # not counting a state head
+    if cfg.params:                                        # a state head is not counted
         with torch.device("meta"):
             least, more = count(make(8)), count(make(16))
         width = 8 + 8 * round((cfg.params - least) / (more - least))
         if width < 8:
             raise BadInput(f"--params {cfg.params}: this model has at least {least}")
-    torch.manual_seed(cfg.seed)                           # for the first weights; nothing else uses torch's generator
+    torch.manual_seed(cfg.seed)                           # for the initial weights; nothing else uses torch's generator
     model = make(width, cfg.states).to(cfg.device)
     tokens = torch.arange(40)[None] % len(task.tokenizer)
     with torch.no_grad():
-        probe = copy.deepcopy(model).cpu().double()       # in fp32, many layers amplify rounding
+        probe = copy.deepcopy(model).cpu().double()       # in fp32, many layers would amplify rounding errors
         for p in probe.parameters():                      # a layer that starts at 0 would hide an error
             p += 0.1 * torch.arange(p.numel()).view_as(p).cos()
         if not (in_pieces(probe, tokens, 7) - in_pieces(probe, tokens, 40)).abs().max() < 0.1:
@@ -196,9 +199,9 @@ def to_tensors(batch, device):
 
 
 def answers(task, batch, right):
-    """Which tokens are predicted right (B, T) bool -> which answers are right: (B, T), 1 or 0 at each answer, and NaN
-    elsewhere. With task.whole, a trace has one answer of several tokens, and the result is (B, 1). With states in the
-    text, an answer is right only if the model also predicts all states before it."""
+    """right (B, T) bool: which tokens are predicted correctly. -> which answers are right: (B, T), 1 or 0 at each
+    answer, and NaN elsewhere. With task.whole, a trace has one answer of several tokens, and the result is (B, 1). With
+    states in the text, an answer is right only if the model also predicts all states before it."""
     after_error = (batch.state_in_text & ~right).cumsum(1) > 0
     right = right & ~after_error
     if task.whole:
@@ -207,8 +210,9 @@ def answers(task, batch, right):
 
 
 def losses(task, model, batch):
-    """-> mean cross-entropies in nats, of all next tokens ("next"), of answers ("reveal") and, if there is one, of the
-    state head ("state"); which answers are right, see `answers`. Indexing by a mask would wait for the GPU."""
+    """-> {"next", "reveal", "state"}, and the result of `answers`. The dict holds the mean cross-entropies in nats
+    (natural logarithms) of all next tokens, of the answers and, if there is a state head, of its predictions. Masks are
+    multiplied here, because indexing by a mask would make the CPU wait for the GPU."""
     hidden, _ = model(batch.tokens)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
@@ -221,9 +225,10 @@ def losses(task, model, batch):
 
 @torch.no_grad()
 def evaluate(model, task, stage, cfg):
-    """-> {"accuracy", "final": of a trace's last answer, "by_answer"} on cfg.eval_samples held-out traces. For hidden
-    branches also, in nats per answer: "kl", from the exact predictive to the model's, "final_kl", "loss", and "floor",
-    the loss of the exact predictive, the least that any model can have."""
+    """Evaluate on cfg.eval_samples held-out traces. -> {"accuracy": of all answers, "final": of a trace's last answer,
+    "by_answer": a list}. In the task pfsa, the dict also has means in nats per answer: "kl", the KL divergence from the
+    exact predictive (the probabilities of the answer, given the text before it) to the model's; "final_kl", that of the
+    last answer; "loss", the model's; "floor", that of the exact predictive, the lowest that any model can expect."""
     rows, nats = [], []
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
         size = min(cfg.batch_size, cfg.eval_samples - first)
@@ -248,8 +253,8 @@ def evaluate(model, task, stage, cfg):
 
 
 def report(model, task, cfg):
-    """Evaluate at each of the stages cfg.eval_at, and print a line for each. -> the rows of `evaluate`, each with
-    "stage" and "chance"."""
+    """Evaluate in each stage of cfg.eval_at, and print a line for each. -> the rows: the dicts that `evaluate` returns,
+    with "stage" and "chance" added."""
     rows = []
     for word, stage in zip(cfg.eval_at.split(), parse_stages(cfg.eval_at)):
         rows.append({"stage": word, **evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
@@ -261,7 +266,7 @@ def show(row):
     """Print a row of `report`."""
     if "kl" in row:
         line = f"KL {row['kl']:.4f} nats per answer (0 is perfect), the last {row['final_kl']:.4f}"
-        if not row["stage"].endswith(":forced"):          # there, the answers are not drawn from the predictive
+        if not row["stage"].endswith(":forced"):          # in forced stages, answers are not drawn from the predictive
             line += f"; loss {row['loss']:.3f}, of exact beliefs {row['floor']:.3f}"
     else:
         last = f", the last answer {row['final']:.2%}" if len(row["by_answer"]) > 1 else ""
@@ -273,7 +278,7 @@ def show(row):
 # One run
 
 def folder_of(cfg):
-    """out/model-task-setting=value-...: whatever is not at its default. A long name ends in its hash."""
+    """-> out/model-task-setting=value-..., with every setting not at its default. A long name ends in its hash."""
     words = [cfg.model, cfg.task]
     for f in fields(Config):
         if f.name not in ["model", "task", *ASIDE] and getattr(cfg, f.name) != f.default:
@@ -284,8 +289,8 @@ def folder_of(cfg):
     return Path(cfg.out) / name
 
 
-# The code as it was imported: an edit during a run does not change what runs. And git's commit, with + if files have
-# changed since; "" where there is none.
+# CODE is the source as it was imported, because an edit during a run does not change what runs. COMMIT is git's
+# commit, with a + if files have changed since, or "" if there is none.
 HERE = Path(__file__).resolve().parent
 CODE = b"".join((HERE / f"{name}.py").read_bytes() for name in ["data", "kernels", "models", "pfsa", "train"])
 COMMIT = subprocess.run("git describe --always --exclude='*' --dirty=+", shell=True, cwd=HERE, capture_output=True,
@@ -293,8 +298,8 @@ COMMIT = subprocess.run("git describe --always --exclude='*' --dirty=+", shell=T
 
 
 def origin(cfg):
-    """What a run's numbers come from: {"commit", "code": a hash of the code and of --trace-file, "argv", "torch": its
-    version, "threads", "machine"}."""
+    """-> what a run's numbers come from: {"commit", "code": a hash of the code and of --trace-file, "argv", "torch":
+    its version, "threads", "machine"}."""
     traces = Path(cfg.trace_file).read_bytes() if cfg.trace_file else b""
     chip = torch.cuda.get_device_name() if cfg.device == "cuda" else torch.backends.cpu.get_cpu_capability()
     machine = f"{platform.machine()} {chip}"
@@ -303,7 +308,7 @@ def origin(cfg):
 
 
 def save(path, write):
-    """write(part), then rename `part` to path, so path is never half a file. Raises BadInput if that fails."""
+    """Call write(part), then rename part to path, so path never holds half a file. Raises BadInput if either fails."""
     part = path.with_name(f"{os.getpid()}.tmp")
     try:
         write(part)
@@ -317,7 +322,7 @@ def save(path, write):
 
 def run(cfg):
     """Train and test one model, in the folder that its settings name. -> 0, or 1 if the loss or its gradient is not
-    finite (checkpoints hold only what came before). Raises BadInput for settings that do not fit."""
+    finite (any ckpt.pt is from an earlier step). Raises BadInput if settings do not fit each other or the folder."""
     folder = folder_of(cfg)
     source, as_given = origin(cfg), asdict(cfg)
     folder.mkdir(parents=True, exist_ok=True)
@@ -339,7 +344,7 @@ def run(cfg):
     task, stages, _, model = build(cfg, saved["pieces"] if saved else None)
     cfg, optimizers = model.cfg, make_optimizers(model)
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
-    # Where the run is. recent: accuracy in up to ten batches; end: the number of traces at which it finishes.
+    # The progress of the run. recent: accuracy of up to ten batches; end: the run finishes after this many traces.
     at = SimpleNamespace(step=0, samples=0, seconds=0.0, recent=[], passed=[], held_out=[], end=cfg.max_samples)
     if saved:
         vars(at).update(saved["at"])
@@ -347,7 +352,7 @@ def run(cfg):
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
 
-    @lru_cache(2)                                         # this step's batch, and the next one
+    @lru_cache(2)                                         # keeps this step's batch and the next one
     def batch_of(stage, number):
         return task.batch(cfg.seed, "train", stage, number, cfg.batch_size)
 
@@ -356,7 +361,7 @@ def run(cfg):
     dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     backend, why = resolve_backend("auto", cfg.device, dtype, head_dim, head_dim)
     words = cfg.curriculum.split()                        # the stages, as they were typed
-    tested = [*words[:-1], cfg.eval_at.split()[0]]        # in each of them, the stage that is tested
+    tested = [*words[:-1], cfg.eval_at.split()[0]]        # for each stage, the one that is tested during it
     print(f"run     {folder}, from step {at.step}")
     print(f"task    {cfg.task}, stages {cfg.curriculum}; chance {chance:.1%}")
     print(f"model   {cfg.model}, {count(model):,} parameters, {count(model.to_state):,} of them in the state head "
@@ -376,7 +381,7 @@ def run(cfg):
                     group["lr"] = cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
 
             # batch, loss, step
-            number = min(len(at.passed), len(stages) - 1)             # the stage's, from 0
+            number = min(len(at.passed), len(stages) - 1)             # number of the stage, from 0
             batch, right = to_tensors(batch_of(stages[number], at.step), cfg.device), []
             model.zero_grad()
             for first in range(cfg.micro_batches):
@@ -384,15 +389,16 @@ def run(cfg):
                 with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                     terms, these = losses(task, model, part)
                 terms["reveal"] = cfg.reveal_weight * terms["reveal"]
-                loss = sum(terms.values())                # the log shows the last part's
+                loss = sum(terms.values())                # the log shows the loss of the last part
                 (loss / cfg.micro_batches).backward()
                 right.append(these)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
             if at.samples + cfg.batch_size < at.end:
-                batch_of(stages[number], at.step + 1)     # makes and keeps the next batch, while a GPU computes
-            # Only here, and in a state head's loss, a step waits for the GPU. If not finite, the weights are spoiled.
+                batch_of(stages[number], at.step + 1)     # prepares the next batch while a GPU computes
+            # A step waits for the GPU only here and in a state head's loss. If the loss or the gradient is not
+            # finite, this step has spoiled the weights.
             finite, accuracy = torch.stack([(loss + norm).isfinite(), torch.cat(right).nanmean()]).tolist()
             if not finite:
                 break
@@ -401,7 +407,7 @@ def run(cfg):
             at.seconds = time.perf_counter() - started
             at.recent = [*at.recent[-9:], accuracy]
             mean = sum(at.recent) / len(at.recent)        # of the last ten batches
-            bar.total = at.end if down else None          # before the decay, nobody knows
+            bar.total = at.end if down else None          # before the decay, the total is unknown
             bar.set_description_str(f"stage {words[number]}, {mean:.0%} right", refresh=False)
             bar.update(cfg.batch_size)
 
@@ -409,7 +415,7 @@ def run(cfg):
             began = at.passed[-1]["samples"] if at.passed else 0
             enough = cfg.advance and len(at.recent) == 10 and mean >= cfg.advance
             enough = enough or cfg.stage_samples and at.samples - began >= cfg.stage_samples
-            passed = enough and len(at.passed) < len(stages)          # else the last stage was passed before
+            passed = enough and len(at.passed) < len(stages)          # if equal, the last stage was passed before
             if passed:
                 at.passed.append({"stage": words[number], "samples": at.samples, "steps": at.step,
                                   "seconds": at.seconds})
@@ -451,7 +457,7 @@ def run(cfg):
 # A trained model
 
 def read_checkpoint(path):
-    """-> what `run` has saved. Raises BadInput for any other file."""
+    """-> the checkpoint that `run` has saved, a dict. Raises BadInput for any other file."""
     if not Path(path).exists():
         raise BadInput(f"{path}: no such checkpoint")
     try:
@@ -468,7 +474,7 @@ def read_checkpoint(path):
 
 def load(path, **changes):
     """A run's folder or checkpoint -> its Config, task, stages to test (a list of Stage), and model. changes: settings
-    that may differ, as device="cpu" or eval_at="64x64". Raises BadInput if there is no such model.
+    to override, such as device="cpu" or eval_at="64x64". Raises BadInput if there is no such model.
 
     >>> cfg, task, tests, model = load("assets/deltanet-repl.pt", device="cpu")
     >>> text = ">>> a = 3\\n>>> b = 1\\n>>> c = 2\\n>>> d = 5\\n>>> e = 4\\n>>> a, b, c, d, e = b, a, c, e, d\\n"
@@ -495,7 +501,7 @@ def load(path, **changes):
 @torch.no_grad()
 def beliefs(task, model, state, traces=1):
     """-> what the model would print for each variable of repl now: probabilities of the next token, (traces, n_vars,
-    vocabulary). state: the model's, after it has read as many traces. `load` has an example."""
+    vocabulary). state: the model's state after reading so many traces in parallel. `load` has an example."""
     found = []
     for name in task.names:
         text = task.tokenizer.encode(f"{task.prompt}print('{name}', {name})\n{name} ")
@@ -509,12 +515,12 @@ PLAIN = (ast.Assign, ast.Expr, ast.Call, ast.Tuple, ast.List, ast.Name, ast.Cons
 
 
 def as_read(task, typed):
-    """A line that somebody typed -> the line that means the same in traces of repl: `b, a = a, b` becomes
-    `a, b = b, a` or, among permutations of three, `a, b, c = b, a, c`. Python executes it, and what it does decides.
-    Raises BadInput for a line that does anything else."""
-    names = {object(): name for name in task.names}       # what the variables hold: things, all of them different
+    """A line that somebody typed -> the line with the same effect in traces of repl: `b, a = a, b` becomes
+    `a, b = b, a` or, among permutations of three, `a, b, c = b, a, c`. To find the effect, Python executes the typed
+    line. Raises BadInput if no line of repl has the same effect."""
+    names = {object(): name for name in task.names}       # each variable holds a different object
     memory, printed = {name: thing for thing, name in names.items()}, []
-    with contextlib.suppress(Exception):                  # whatever it raises, it is no line of repl
+    with contextlib.suppress(Exception):                  # a line that causes an exception is no line of repl
         [statement] = ast.parse(typed).body
         assert all(isinstance(node, PLAIN) for node in ast.walk(statement))
         exec(typed, {"__builtins__": {"print": lambda *words: printed.append(words)}}, memory)
@@ -534,7 +540,7 @@ def as_read(task, typed):
 
 
 def typed_lines(task, seed):
-    """Yield lists of lines of repl: assignments, then what somebody types, line by line, until Ctrl-D or quit."""
+    """Yield lists of lines of repl: first the assignments, then each line that somebody types, until Ctrl-D or quit."""
     start = [*task.start(random.Random(seed), {})]
     print("".join(f"{task.prompt}{line}\n" for line in start), end="")
     yield start
@@ -559,12 +565,12 @@ def typed_lines(task, seed):
 
 @torch.no_grad()
 def play(path, **changes):
-    """Python executes the lines that somebody types, and the model reads them. After each, it prints what the model
-    expects of every variable."""
+    """Python executes the lines that somebody types, and the model reads them. After each line,
+    the model's prediction for every variable is printed."""
     cfg, task, _, model = load(path, **changes)
     if cfg.task != "repl" or cfg.states == "text":
         raise BadInput(f"--play {path}: give a model trained on repl, without states in the text")
-    with contextlib.suppress(ImportError):                # not on Windows
+    with contextlib.suppress(ImportError):                # Windows has no readline
         import readline                                   # noqa: F401  line editing for input()
     print("Python runs each line; the model says what each variable holds now, and how sure it is. End: quit")
     memory, state = {}, None
@@ -584,12 +590,12 @@ def play(path, **changes):
 # ----------------------------------------------------------------------------------------------------------
 # python train.py
 
-NO_LIST = ["curriculum", "trace_file", *ASIDE]            # a comma makes no grid of these
-FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval and --play take these
+NO_LIST = ["curriculum", "trace_file", *ASIDE]            # a comma in one of these does not make a grid
+FOR_EVAL = ["eval_at", "eval_samples", "trace_file", "seed", "device", "dtype"]       # --eval and --play accept these
 
 
 def values(f, text):
-    """What stands after the flag of a field, a comma list -> its values. Raises argparse's error."""
+    """The text after a field's flag, a comma list -> the list of its values. Raises argparse's error for a bad one."""
     try:
         return [f.type(word.strip()) for word in ([text] if f.name in NO_LIST else text.split(","))]
     except ValueError:
@@ -599,7 +605,7 @@ def values(f, text):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.print_usage = lambda file: None                            # an error is one line
+    parser.print_usage = lambda file: None                            # so that an error is one line
     flags = {f"--{f.name.replace('_', '-')}": f for f in fields(Config)}
     for flag, f in flags.items():
         parser.add_argument(flag, type=partial(values, f), metavar=f.type.__name__.upper(),
@@ -610,7 +616,7 @@ def main(argv=None):
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         wrong = unknown[0].partition("=")[0]
-        initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == wrong]               # --lr
+        initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == wrong]               # such as --lr
         near = initials or difflib.get_close_matches(wrong, flags, 1)
         meant = f". Is it {near[0]}?" if near else ""
         parser.error(f"{wrong}: no such setting, --help lists all{meant}")
