@@ -344,7 +344,7 @@ def samples(args):
                 failed.append(f"{last['accuracy']:.0%}")
         if failed:
             axes.text(end, row, f"{', '.join(failed)}   ", ha="right", va="center", fontsize=8)
-        finish(axes, "fewer is better; hollow: not reached,\nwith the accuracy at the end", "", task)
+        finish(axes, "fewer is better; hollow: never\n(and the accuracy at the end)", "", task)
         axes.set_xscale("log", base=4)
         axes.margins(x=0.15)
         axes.xaxis.set_major_formatter("{x:,.0f}")
