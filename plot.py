@@ -415,10 +415,10 @@ def headline(args):
     above, below = figure.subfigures(2, 1)
     commands = {"at first": [], "= c, b, a, d, e": [(0, 2)], "= b, e, d, c, a": [(0, 1), (1, 4), (2, 3)],
                 "= e, d, c, b, a": [(0, 4), (1, 3)]}     # as swaps of rows
-    titles = {2: "beta 2: one reflection swaps two rows, and nothing fades",
-              1: "beta 1: 21 projections a command swap the rows, too, but their differences fade"}
+    titles = {2: "Eigenvalues in [-1, 1], beta 2: a reflection swaps two rows, and nothing fades",
+              1: "Eigenvalues in [0, 1], beta 1: 21 projections a command swap, too, but values fade"}
     for panel, (beta, title) in zip(above.subfigures(2, 1), titles.items()):
-        panel.suptitle(title)
+        panel.suptitle(title, fontsize=11)
         S = torch.eye(6, 5)                               # rows are variables, columns values; the last row is empty
         for axes, (command, swaps) in zip(panel.subplots(1, 4, sharey=True), commands.items()):
             for x, y in swaps:
