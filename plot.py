@@ -435,7 +435,7 @@ def headline(args):
 # ----------------------------------------------------------------------------------------------------------
 # Inside one model
 
-def trained(path, at, traces, kind=torch.nn.Module):
+def load_repl(path, at, traces, kind=torch.nn.Module):
     """-> cfg, task, the stage `at` and the model of a run on repl whose mixers are all of the class `kind`."""
     if len(at.split()) > 1:
         raise ValueError("give one stage --at")
@@ -459,7 +459,7 @@ def measure_heads(args, traces=32):
     from [-1, 1] to [0, 1]."""
     if len(args.paths) > 1:
         raise ValueError("heads looks into one model: give one run")
-    cfg, task, stage, model = trained(args.paths[0], args.at, traces, DeltaNet)
+    cfg, task, stage, model = load_repl(args.paths[0], args.at, traces, DeltaNet)
     batch = task.batch(cfg.seed, "test", stage, 0, traces)
     x = model.embed(torch.tensor(batch.tokens))
     whole, found = evaluate(model, task, stage, cfg)["accuracy"], {}
@@ -523,7 +523,7 @@ def movie(args, lines=40):
     """One or several models read the first lines of a held-out trace, one line a frame. For each model, shades
     show how probable it finds each value of each variable, and a ring marks the value that the variable holds in
     Python. The ring is red if the model finds another value more probable."""
-    cfgs, tasks, stages, models = zip(*(trained(path, args.at, 1) for path in args.paths))
+    cfgs, tasks, stages, models = zip(*(load_repl(path, args.at, 1) for path in args.paths))
     task, n = tasks[0], tasks[0].n_vars
     if any(other.tokenizer.pieces != task.tokenizer.pieces or other.n_vars != n for other in tasks):
         raise ValueError("these models read different tokens: give runs with the same variables")

@@ -3010,6 +3010,16 @@ def test_the_movie_shows_what_the_model_believes_and_what_python_holds(monkeypat
     assert number == 8 and any("red" in colors for *_, colors in frames)
 
 
+def test_models_of_different_tokens_are_in_no_movie(monkeypatch, capsys):
+    tasks = {"three": Repl(3, states="none"), "four": Repl(4, states="none")}
+    monkeypatch.setattr(plot, "load", lambda path, **_: (
+        Config(n_vars=tasks[path].n_vars, device="cpu"), tasks[path], [], models.by_hand(tasks[path])))
+    for words, reason in (("movie three four", "read different tokens"), ("heads three four", "give one run")):
+        with pytest.raises(SystemExit):
+            plot.main([*words.split(), "--at", "8x4"])
+        assert reason in capsys.readouterr().err
+
+
 def test_looking_inside_another_tasks_run_names_the_task(tmp_path, capsys):
     go(tmp_path, "--task", "group", "--eval-at", 4, "--curriculum", 4)
     for command in ("heads", "movie"):
