@@ -108,7 +108,7 @@ class Tokenizer:
         try:
             return tuple(self.ids[piece] for piece in self.pattern.findall(raw))
         except KeyError as missing:
-            raise BadInput(f"{missing} in {text!r} is no token of this task: add it to its `characters`")
+            raise BadInput(f"{missing} in {text!r} is not a token of this task: add it to the task's `characters`")
 
     def decode(self, ids):
         """Iterable of int -> str. Bytes that are not UTF-8, which a model may produce, become U+FFFD."""
@@ -136,7 +136,7 @@ def compiled(source):
     try:
         return compile(source, f"<the line {source}>", "exec")        # the file name in a traceback
     except SyntaxError as error:
-        raise BadInput(f"the line {source!r} is no whole statement ({error.msg}): yield one at a time, all of it")
+        raise BadInput(f"the line {source!r} is not a complete statement ({error.msg}): yield each statement whole")
 
 
 def run(program, memory, prompt="", see=None):
@@ -178,10 +178,10 @@ def parse_stages(text):
     for word in text.split() or [text]:
         match = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?(?::(\w+))?", word)
         if not match:
-            raise BadInput(f"'{word}' is no stage: write LENGTHxSPACING, as in \"8x1 16x2 64x8\"")
+            raise BadInput(f"'{word}' is not a stage: write LENGTHxSPACING, as in \"8x1 16x2 64x8\"")
         stages.append(Stage(int(match[1]), int(match[2] or 1), match[3] or ""))
         if not 1 <= stages[-1].spacing <= stages[-1].length:
-            raise BadInput(f"stage {word}: give a length of at least 1, and a spacing of 1 to the length")
+            raise BadInput(f"stage {word}: choose a length of at least 1, and a spacing from 1 to the length")
     return stages
 
 
@@ -231,7 +231,7 @@ class Task:
         self.states = ("linear" if self.n_slots else "none") if states == "auto" else states
         self.tokenizer = tokenizer or Tokenizer(pieces_of(self.characters) if self.characters else BYTES)
         if self.states == "linear" and not self.n_slots:
-            raise BadInput("--states linear: this task has no slots; give transformer or contrastive")
+            raise BadInput("--states linear: this task has no slots: choose none, text, transformer or contrastive")
 
     def program(self, rng, stage, memory):
         """Yield source lines. rng: a random.Random; memory: the variables now. Your task defines it."""
@@ -243,11 +243,11 @@ class Task:
         """Raise BadInput for a bad stage. Good ones are LxS; if `whole`, L, or L:M for programs of M to L lines."""
         L, S, M = stage
         if M and not self.whole:
-            raise BadInput(f"stage {stage}: this task has no kinds of stages, so write {L}x{S}")
+            raise BadInput(f"stage {stage}: stages of this task take nothing after a colon: write {L}x{S}")
         if self.whole and S != 1:
-            raise BadInput(f"stage {stage}: a program asks once, at its end, so write {L}")
+            raise BadInput(f"stage {stage}: a program of this task has one answer, and no spacing: write {L}")
         if M and not (M.isdecimal() and 1 <= int(M) <= L):
-            raise BadInput(f"stage {stage}: write {L}:M for programs of M to {L} lines")
+            raise BadInput(f"stage {stage}: '{M}' is not from 1 to {L}: write {L}:M for programs of M to {L} lines")
 
     def beyond(self, last):
         """The stages to evaluate after training: the last stage LxS, and one with traces twice as long."""
@@ -275,8 +275,8 @@ class Task:
                 return found
         except (LookupError, TypeError, ValueError) as error:             # such as a KeyError
             found = repr(error)
-        raise BadInput(f"{type(self).__name__}.slots: {found} after the line {source!r}: give n_slots = "
-                         f"{self.n_slots} numbers below n_classes = {self.n_classes}, -1 where not set yet")
+        raise BadInput(f"{type(self).__name__}.slots: {found} after the line {source!r}: return n_slots = "
+                       f"{self.n_slots} numbers below n_classes = {self.n_classes}, with -1 for slots not set yet")
 
     def draw(self, rng, stage, split):
         """Draw a trace of the split, "train" or "test". -> list of Lines. Raises BadInput if 1,000 draws find none."""
@@ -286,7 +286,7 @@ class Task:
             program = "\n".join(line.source for line in lines)
             if is_test(program) == (split == "test"):
                 return lines
-        raise BadInput(f"stage {stage} has too few programs: none of 1,000 is for {split}; make it longer")
+        raise BadInput(f"stage {stage} has too few programs, none of 1,000 for the {split} split: choose a longer one")
 
     def batch(self, seed, split, stage, t, size):
         """Batch number t of a stage: `size` traces of a split. The same arguments give the same batch."""
@@ -320,12 +320,12 @@ class Task:
         name = type(self).__name__
         counts = sorted({sum(line.answer != "" for line in lines) for lines in traces})
         if len(counts) > 1 or counts[0] == 0 or self.whole and counts[0] > 1:
-            raise BadInput(f"{name}.program: traces of a stage have {counts} answers: print (or assert with ==) "
-                           "equally often in each, at least once (`whole`: once)")
+            raise BadInput(f"{name}.program: traces of one stage have {' or '.join(map(str, counts))} answers: print "
+                           "(or assert with ==) equally often in each, at least once; with whole = True, exactly once")
         for answer in {line.answer for lines in traces for line in lines} - {""}:
             if not self.whole and len(self.tokenizer.encode(answer)) > 1:
-                raise BadInput(f"{name}.program: the answer {answer} has several tokens: set whole = True and ask "
-                               "once, or give answers of one token")
+                raise BadInput(f"{name}.program: the answer {answer} has several tokens: set whole = True and "
+                               "print one answer per trace, or print answers of one token")
 
     def to_batch(self, traces):
         """Lists of Lines -> Batch."""
@@ -380,7 +380,7 @@ class Repl(Task):
 
     def __init__(self, n_vars=5, moves="perm", **others):
         if not 2 <= n_vars <= 9:
-            raise BadInput(f"--n-vars {n_vars}: choose 2 to 9, as every value must be a single digit")
+            raise BadInput(f"--n-vars {n_vars}: choose 2 to 9, because every value is a single digit")
         self.n_vars, self.moves, self.names = n_vars, moves, LETTERS[:n_vars]
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
@@ -421,7 +421,8 @@ class Repl(Task):
     def check_stage(self, stage):
         kinds = [""] if self.moves == "swap" else ["", *map(str, range(1, self.n_vars + 1))]
         if stage.kind not in kinds:
-            raise BadInput(f"stage {stage}: write LxS; with --moves perm, LxS:1 to LxS:{self.n_vars}, too")
+            raise BadInput(f"stage {stage}: write LxS or, with --moves perm, LxS:M, where at most M variables "
+                           f"move (M is 1 to {self.n_vars})")
 
     def beyond(self, last):
         """The last stage, then ones with twice the length, twice the spacing, twice both, and four times both."""
@@ -537,7 +538,7 @@ class Arith(Task):
     def check_stage(self, stage):
         super().check_stage(stage)
         if stage.length > 12:
-            raise BadInput(f"stage {stage}: at most 12 lines, as there are 26 names and each may need two")
+            raise BadInput(f"stage {stage}: choose at most 12 lines, because each may need two of the 26 names")
 
     def beyond(self, last):
         return [Stage(length) for length in (last.length, 2 * last.length) if length <= 12]
@@ -618,7 +619,7 @@ class Group(Task):
             word = rng.choices(letters, k=stage.length)
             if is_test(str(word)) == (split == "test"):
                 return word
-        raise BadInput(f"stage {stage} has too few words, none of 1,000 is for {split}: make it longer")
+        raise BadInput(f"stage {stage} has too few words, none of 1,000 for the {split} split: choose a longer one")
 
     def products(self, word):
         return list(accumulate(word, lambda x, y: self.mul[x][y]))
@@ -632,7 +633,7 @@ class Group(Task):
     def batch(self, seed, split, stage, t, size):
         rng = random.Random(f"{seed} {split} {stage} {t}")
         if self.states not in ("none", "linear"):
-            raise BadInput(f"--states {self.states}: tokens of a group are no text; give linear or none")
+            raise BadInput(f"--states {self.states}: the tokens of the task group are not text: choose linear or none")
         words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
         tokens = np.insert(2 + np.array(words), 0, 1, axis=1)                     # (words, 1 + L)
         product = np.insert(list(map(self.products, words)), 0, -1, axis=1)       # -1 at the start token
@@ -642,10 +643,10 @@ class Group(Task):
 
     def check_stage(self, stage):
         if stage.spacing != 1:
-            raise BadInput(f"stage {stage}: every element of a word is asked, so write {stage.length}")
+            raise BadInput(f"stage {stage}: an answer follows every element, so no spacing: write {stage.length}")
         if stage.kind and not (stage.kind.isdecimal() and len(self.letters(stage.kind)) > 1):
-            raise BadInput(f"stage {stage}: write {stage.length}:M for elements that move up to M points, "
-                             "of which there must be two or more")
+            raise BadInput(f"stage {stage}: write {stage.length}:M for elements that move at most M points, with "
+                           "an M that allows at least two elements")
 
     def beyond(self, last):
         return [Stage(last.length * factor) for factor in (1, 2, 4, 8)]
@@ -801,7 +802,7 @@ class Tracer(ast.NodeTransformer):
         names.pop("__class__", None)                                      # in a method that uses super
         values = self.arguments() | literals(names)
         if names.keys() - values.keys():
-            raise Rejected("an argument without a literal")
+            raise Rejected("an argument has no literal")
         if names:
             self.extra = 1
             self.line(None, f"{', '.join(names)} = {', '.join(values[name] for name in names)}", names)
@@ -916,8 +917,8 @@ def find_call(tree, call):
             return methods[owner, inner], ast.unparse(whole), whole
     if not owners and name not in functions:
         if methods and not name:
-            raise Rejected("no function at the top level of the code, but methods: give a name")
-        raise Rejected(f"no such function at the top level of the code: {name or 'no def there'}")
+            raise Rejected("the code has methods, but no function at its top level: give a name")
+        raise Rejected(f"the called function is not at the top level of the code: {name or 'there is no def'}")
     function = methods[owners[-1], name] if owners else functions[name]
     called = f"{owners[-1]}().{name}({call['input']})" if owners else f"{name}({call['input']})"
     with contextlib.suppress(SyntaxError):
@@ -966,12 +967,12 @@ def unroll(call, keep_defs=False):
             raise Rejected("its output is not what the row says")
     output = literal(value) or literal(expected)                          # a Counter has none, but an equal dict has
     if output is None:
-        raise Rejected("an output without a literal")
+        raise Rejected("the output has no literal")
     with blame("its trace"):
         if not failure and literal(hooked) != literal(value):
-            raise Rejected("another output in another run")
+            raise Rejected("the output differs between two runs")
         if not failure and not tracer.calls:
-            raise Rejected("the function itself is not called, as where a decorator or a subclass replaces it")
+            raise Rejected("the function itself is not called (a decorator or a subclass may replace it)")
         tracer.last = f"assert ({tracer.last}) == {output}"
         tracer.check_limits()
         trace = "\n".join([*texts, *tracer.lines, tracer.last])
@@ -990,13 +991,13 @@ def unroll(call, keep_defs=False):
 def reason_for(error, tracer):
     """-> a Rejected that says why a trace fails, if the reason is a known one, else the error itself."""
     if isinstance(error, SyntaxError) and "nonlocal" in error.msg:
-        return Rejected("its trace has no function around nonlocal")
+        return Rejected("nonlocal needs an enclosing function, which the trace does not have")
     if tracer.late:
         return Rejected("lines run after the return, in try/finally")
     binds = [x for x in ast.walk(tracer.function) if getattr(x, "optional_vars", None) or getattr(x, "rest", None)
              or isinstance(x, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and x.name]
     if binds and isinstance(error, (NameError, Rejected)):
-        return Rejected("with ... as, except ... as or match binds a name in no line of its trace")
+        return Rejected("with ... as, except ... as or match binds a name, but no line of the trace does")
     return error
 
 
@@ -1075,16 +1076,16 @@ def guarded(work, *arguments, seconds=3):
             file.seek(0)
             return json.load(file)
         except ValueError:
-            return {"reason": f"more than {seconds} s" if late else "it ends its process"}
+            return {"reason": f"more than {seconds} s" if late else "the code ends its process"}
 
 
 def try_guard():
     """Raise OSError if this machine cannot run code with limits, as otherwise the rows of a file would be blamed."""
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise OSError("this system cannot fork: trace needs Linux")
+        raise OSError("this system cannot fork processes: run trace on Linux")
     found = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
     if "reason" in found:
-        raise OSError(f"not even f(x) = x has a trace here: {found['reason']}")
+        raise OSError(f"even f(x) = x fails here ({found['reason']}): raise the limits on memory and processes")
 
 
 def agree(rows):
@@ -1136,7 +1137,7 @@ def confirmed(rows, witnesses):
             print(asked, file=process.stdin, flush=True)
     answers = [process.stdout.readline() for process in witnesses]
     if "" in answers:
-        raise OSError("a process that confirms traces has ended: is there too little memory?")
+        raise OSError("a process that confirms traces has died: free some memory, then try again with another --out")
     return map(all, zip(*map(json.loads, answers)))
 
 
@@ -1150,13 +1151,13 @@ def read_rows(path):
                     row = json.loads(line)
                     name = str(row.get("id", row.get("task_id", f"line {number}")))
                 except (AttributeError, ValueError, RecursionError):
-                    raise BadInput(f"{path}, line {number}: give JSON lines, an object {{...}} in each")
+                    raise BadInput(f"{path}, line {number} is not a JSON object: write one on each line")
                 if name in names:
-                    raise BadInput(f"{path}, line {number}: a second row with the id {name}")
+                    raise BadInput(f"{path}, line {number}: the id {name} was used before: give each row its own id")
                 names.add(name)
                 yield name, row
     if not names:
-        raise BadInput(f"{path} is empty: give JSON lines")
+        raise BadInput(f"{path} is empty: give a file with one JSON object on each line")
 
 
 def calls_in(name, row):
@@ -1166,15 +1167,15 @@ def calls_in(name, row):
             code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
             call = {"code": "\n".join(code)}
             return [call | {"id": f"{name}/{i}"} | parts(test, call["code"])
-                    for i, test in enumerate(row["test_list"])] or [{"id": name, "reason": "an empty test_list"}]
+                    for i, test in enumerate(row["test_list"])] or [{"id": name, "reason": "test_list is empty"}]
         code, given, output = row["code"] + "", row["input"], row.get("output")
         if not isinstance(given, str):
-            return [{"id": name, "reason": "input must be text, the arguments as Python source"}]
+            return [{"id": name, "reason": "input is not a string: give the arguments as Python source"}]
         output = output if output is None or isinstance(output, str) else repr(output)
         return [{"id": name, "code": code, "input": given, "name": row.get("name", row.get("function_name")),
                  "output": output, "imports": "function_name" in row}]
     except (AttributeError, KeyError, TypeError):
-        return [{"id": name, "reason": "neither code and input, nor code and test_list"}]
+        return [{"id": name, "reason": "the row has neither code and input nor code and test_list"}]
 
 
 MODULES = ("typing statistics copy re random operator string bisect heapq math functools itertools collections "
@@ -1213,7 +1214,7 @@ def write_traces(path, out, seconds=3):
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
     for name, times in Counter(call["id"] for call in calls_of(path)).items():
         if times > 1:                                       # checked before anything is written, as bad lines are
-            raise BadInput(f"{path}: two calls with the id {name}")
+            raise BadInput(f"{path}: two calls have the id {name}: give each row its own id")
     witnesses = start_witnesses()
     calls = calls_of(path)
     with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
@@ -1223,14 +1224,14 @@ def write_traces(path, out, seconds=3):
                 holds = confirmed([row for row in rows if "reason" not in row], witnesses)
                 for call, row in zip(batch, rows):
                     if "reason" not in row and not next(holds):
-                        row = {"reason": "another output or state in another process"}
+                        row = {"reason": "the output or a state differs in another process"}
                     if "reason" in row:
                         bad.write(json.dumps(call | row) + "\n")
                     else:
                         good.write(json.dumps(row) + "\n")
                     counts[row.get("reason", "kept").partition(":")[0]] += 1
         finally:
-            print(f"{counts['kept']} traces in {out}; rejected calls, and why, in {rejected}")
+            print(f"{counts['kept']} traces in {out}; rejected calls, with reasons, in {rejected}")
             for reason, n in counts.most_common():
                 print(f"{n:6d}  {reason}")
             for process in witnesses:
@@ -1242,7 +1243,8 @@ def read_traces(path):
     rows = dict(read_rows(path))
     needed = {"id", "source", "call", "output", "trace", "states", "steps"}
     if not all(needed <= {*row} for row in rows.values()):
-        raise BadInput(f"{path}: no traces; make some with python data.py trace --file CALLS --out TRACES")
+        raise BadInput(f"{path} is not a file of traces: make one with python data.py trace --file CALLS --out TRACES "
+                       "--allow-exec")
     return rows
 
 
@@ -1330,14 +1332,14 @@ class Trace(Task):
             tried = islice(random_rows(rng, stage.length), 10_000)
             row = next((row for row in tried if self.fits(row, stage, split)), None)
         if not row:
-            raise BadInput(f"stage {stage}: no such traces in the {split} split. An eighth of all programs, chosen by "
-                           "a hash, is for test, the others for training: give more traces, or another stage")
+            raise BadInput(f"stage {stage}: no traces of this length are in the {split} split. An eighth of all "
+                           "programs, chosen by a hash, is held out for testing: give more traces, or another stage")
         around, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in around]
         for line, state in zip(lines, row["states"]):
             text = state_text(state)
-            told = len(self.tokenizer.encode(text)) <= 100                # longer states are left out
-            drawn.append(Line(line, f"{line}\n", "", text if told else None))
+            with_state = len(self.tokenizer.encode(text)) <= 100          # longer states are left out
+            drawn.append(Line(line, f"{line}\n", "", text if with_state else None))
         drawn.append(Line(last, f"{last}\n", row["output"]))
         return drawn
 
@@ -1353,7 +1355,7 @@ def show_samples(args):
     """Print samples of a task: traces with answers in [brackets], and the state beside each line."""
     kind, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
     if others:
-        raise BadInput(f"--stage {args.stage}: give one stage")
+        raise BadInput(f"--stage {args.stage}: give a single stage, such as {stage}")
     given = {name: getattr(args, name) for name in kind.settings if getattr(args, name, None) is not None}
     task = kind(states="transformer", **given)
     task.check_stage(stage)
@@ -1374,32 +1376,32 @@ def main(argv=None):
     parser.print_usage = lambda file: None                  # so that an error is one line
     add = parser.add_argument
     add("task", choices=TASKS, nargs="?", default="repl", metavar="task", help=f"{', '.join(TASKS)} [repl]")
-    add("--stage", default="8x1", help="of the samples [8x1]")
-    add("--samples", type=int, default=1, help="how many [1]")
-    add("--seed", type=int, default=0, help="of the random generator [0]")
-    add("--n-vars", type=int, help="repl, inverse, listperm: how many variables")
-    add("--moves", choices=["swap", "perm"], help="repl, inverse: what a command is")
-    add("--digits", type=int, help="arith: per number")
-    add("--group", choices=GROUPS, help="group: which one")
-    add("--trace-file", help="trace: samples from a file that `trace --out` has written")
+    add("--stage", default="8x1", help="stage of the samples [8x1]")
+    add("--samples", type=int, default=1, help="number of samples [1]")
+    add("--seed", type=int, default=0, help="seed of the random generator [0]")
+    add("--n-vars", type=int, help="repl, inverse, listperm: number of variables or elements")
+    add("--moves", choices=["swap", "perm"], help="repl, inverse: what a command does")
+    add("--digits", type=int, help="arith: digits per number")
+    add("--group", choices=GROUPS, help="group: name of the group")
+    add("--trace-file", help="trace: sample from a file that `trace --out` has written")
     add("--file", help="trace: a file of JSON lines, the calls to unroll")
     add("--out", help="trace: a new file of JSON lines, the traces of --file")
     add("--allow-exec", action="store_true",
-        help="execute the code in --file, in child processes with limits: no sandbox")
+        help="execute the code in --file, in child processes with limits; this is not a sandbox")
     args = parser.parse_args(argv)
     try:
         if args.samples < 1:
-            raise BadInput("--samples: give a number above 0")
+            raise BadInput(f"--samples {args.samples}: give a number above 0")
         for name in [args.out, f"{os.path.splitext(args.out)[0]}.rejected.jsonl"] if args.out else []:
             if os.path.exists(name):
-                raise BadInput(f"{name} exists: choose another --out")
+                raise BadInput(f"{name} already exists: choose another --out")
         if not (args.file or args.out):
             show_samples(args)
         elif args.task == "trace" and args.file and args.out and args.allow_exec:
             try_guard()
             write_traces(args.file, args.out)
         else:
-            raise BadInput("to unroll calls, write trace --file CALLS --out TRACES --allow-exec")
+            raise BadInput("to unroll calls, run python data.py trace --file CALLS --out TRACES --allow-exec")
     except BrokenPipeError:                                 # as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (BadInput, OSError) as error:

@@ -521,17 +521,17 @@ def why_not_triton(device, dtype, K, V):
     if triton is None:
         return "the package triton is not installed"
     if device.type != "cuda" and not INTERPRETED:
-        return f"tensors are on the {device.type}, kernels run on a CUDA GPU"
+        return f"the tensors are on {device.type}, but the kernels run on a CUDA GPU"
     if dtype == torch.float64:
-        return "the kernels compute in fp32"
+        return "the tensors are fp64, but the kernels compute in fp32"
     if max(K, V) > WIDEST:
-        return f"heads are {max(K, V)} wide, the kernels take {WIDEST}"
+        return f"the heads are {max(K, V)} wide, but the kernels take at most {WIDEST}"
     if dtype == torch.bfloat16 and K == 1:
         return "at K = 1, the kernels' gradients in bf16 are off by up to 13 %"
     if device.type == "cuda" and not torch.cuda.is_available():
-        return "this machine, or this torch, has no CUDA GPU"
+        return "torch finds no CUDA GPU on this machine"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than sm_80"
+        return "the kernels need a GPU of sm_80 or newer"
     return None
 
 
@@ -589,7 +589,7 @@ def trial(device, dtype, K, V):
                     raise ArithmeticError(f"on this GPU, {name} is off by {error:.0e}")
     except Exception as error:                                           # also no C compiler, or out of resources
         obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(f"delta_rule takes its torch backend, not its kernels: {obstacle}")
+        warnings.warn(f"delta_rule uses its torch backend instead of its kernels: {obstacle}")
         return obstacle
 
 
@@ -607,9 +607,9 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
         return "torch", "chunks, on any device"
     obstacle = None if backend in ("loop", "torch") else why_not_triton(device, dtype, K, V)
     if obstacle and backend == "triton":
-        raise ValueError(f"backend 'triton': {obstacle}; use 'torch'")
+        raise ValueError(f"backend 'triton': {obstacle}: use 'torch'")
     if backend != "auto":
-        return backend, "as asked"
+        return backend, "as requested"
     obstacle = obstacle or opaque(trial)(device, dtype, K, V)
     return ("torch", f"not triton: {obstacle}") if obstacle else ("triton", "kernels for this GPU")
 
@@ -620,7 +620,7 @@ def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=6
 def check_shapes(q, k, v, state, g=None, **per_step):
     """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. per_step: more tensors, (B, T, H)."""
     if k.dim() != 4:
-        raise ValueError(f"k is {tuple(k.shape)}, but it must be (B, T, H, K)")
+        raise ValueError(f"k has the shape {tuple(k.shape)}: give it the shape (B, T, H, K)")
     (B, T, H, K), V = k.shape, v.shape[-1]
     channels = 1 if g is not None and g.shape[-1] == 1 else K
     fitting = [("q", q, (B, T, H, K)), ("v", v, (B, T, H, V)), ("g", g, (B, T, H, channels)),
@@ -628,11 +628,11 @@ def check_shapes(q, k, v, state, g=None, **per_step):
     fitting += [(name, x, (B, T, H)) for name, x in per_step.items()]
     for name, x, shape in fitting:
         if x is not None and x.shape != shape:
-            raise ValueError(f"{name} is {tuple(x.shape)}, but beside k {tuple(k.shape)} it must be {shape}")
+            raise ValueError(f"{name} has the shape {tuple(x.shape)}: to fit k {tuple(k.shape)}, give it {shape}")
         if x is not None and x.device != k.device:
-            raise ValueError(f"{name} is on {x.device}, but k on {k.device}: move one of them")
+            raise ValueError(f"{name} is on {x.device}, but k is on {k.device}: move one of them")
     if k.numel() == 0 or V == 0:
-        raise ValueError(f"k is {tuple(k.shape)}, v {tuple(v.shape)}: there is nothing to scan")
+        raise ValueError(f"k {tuple(k.shape)} or v {tuple(v.shape)} is empty: there is nothing to scan")
     return B, T, H, K, V
 
 

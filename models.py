@@ -325,7 +325,8 @@ class Attention(nn.Module):
         if state:
             k = torch.cat([state[0], k], 2)
             v = torch.cat([state[1], v], 2)
-        # With causal_lower_right, the last query sees all keys. It allocates a float tensor (2, T, T), never read.
+        # With causal_lower_right, the last query sees all keys. The mask object also is a float tensor of the shape
+        # (2, T, past + T), which costs memory but is never read.
         mask = causal_lower_right(q.shape[2], k.shape[2]) if state else None
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not state)
         y = self.out(o.transpose(1, 2).flatten(2))
@@ -407,7 +408,7 @@ class Block(nn.Module):
         y, conv_state = self.conv(self.norm1(x), conv_state)
         returned = self.mixer(y, mixer_state)
         if not isinstance(returned, (tuple, list)) or returned[0].shape != x.shape:
-            raise TypeError(f"{type(self.mixer).__name__}.forward: return (y, state), y of the shape of x")
+            raise TypeError(f"{type(self.mixer).__name__}.forward: return (y, state), where y has the shape of x")
         y, mixer_state = returned
         x = x + y
         return x + self.mlp(self.norm2(x)), (conv_state, mixer_state)
@@ -550,8 +551,9 @@ class TransformerHead(LM):
 class ContrastiveHead(nn.Module):
     """InfoNCE between the hidden vector at a line's end and the LM's hidden vector at the end of that
     line's state text (as in CLIP, 2103.00020; P2 appendix D). The candidates are the lines and the states of the same
-    trace. P2 does not say how to treat lines with equal states (half of the lines in parity). Here, such lines share
-    one candidate state. The head has no parameters."""
+    trace. P2 does not say how to treat lines with equal states (half of the lines in parity). Here, from line to state,
+    such lines share one candidate state; from state to line, each is a candidate of its own, and the others count as
+    wrong. The head has no parameters."""
     temperature = 0.07
 
     def loss(self, lm, hidden, batch):
@@ -590,7 +592,7 @@ def by_hand(task):
     copies of each row, so the key of a reflection has four entries of 1/2. Unlike 1/sqrt(2), fp32 represents 1/2
     exactly, so commands cause no rounding errors."""
     if type(task).__name__ != "Repl":
-        raise ValueError("by_hand needs a data.Repl")
+        raise ValueError(f"by_hand needs a data.Repl, not a task of the class {type(task).__name__}")
     n, D, huge = task.n_vars, 64, 2.0 ** 30
     m = 2 if task.moves == "swap" else n
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=2 * m + 2, beta_max=2.0,
@@ -682,8 +684,8 @@ def main():
         one, some = ((in_pieces(model, tokens, n) - whole).abs().max() for n in (1, 23))
         wrong = "" if one < 1e-3 and some < 1e-3 else "  WRONG: it sees the future, loses its state, or is random"
         print(f"{name:18s}{count(model):12,}{numbers:16,}{one:16.0e}{some:13.0e}{wrong}")
-    print("last columns: largest difference to the whole sequence at once; the state is after 60 tokens")
-    print("notice: only the transformer's state would be larger after more tokens")
+    print("last two columns: largest difference from one pass over the whole sequence; state: its size after 60 tokens")
+    print("notice: only the transformer's state grows with the number of tokens")
 
 
 if __name__ == "__main__":

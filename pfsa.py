@@ -55,9 +55,9 @@ class PFSA:
         self.queries = [np.array(query) for query in queries]
 
         if abs(self.T.sum(1) - 1).max() > 1e-9:
-            raise BadInput("T: each column must sum to 1")
+            raise BadInput("a column of T does not sum to 1: give P(next state | state j) in T[s][:, j]")
         if abs(self.q0.sum() - 1) > 1e-9:
-            raise BadInput("q0 must sum to 1")
+            raise BadInput(f"q0 sums to {self.q0.sum()}: give probabilities that sum to 1")
         for query in self.queries:
             if (self.Z[query].sum(0) != 1).any():
                 raise BadInput(f"query {query}: each state must allow exactly one of its symbols")
@@ -78,7 +78,7 @@ class PFSA:
             mass = kept.sum(1, keepdims=True)
             if (mass == 0).any():
                 b = np.flatnonzero(mass == 0)[0]
-                raise BadInput(f"sequence {b}, step {t}: symbol {s[b]} cannot occur there")
+                raise BadInput(f"sequence {b}, step {t}: symbol {s[b]} has probability 0 there: give another")
             predictive[:, t] = mass[:, 0]
             moved = self.T[s] @ (kept / mass)[..., None]
             beliefs[:, t + 1] = moved[..., 0]
@@ -193,7 +193,7 @@ def schedule(rng, n, L, every=2, same=False):
     are prints of random positions, at random places; the others are maybe-swaps of random pairs.
 
     same, for P1 Figure 10: a maybe-swap of the last two positions, n-2 and n-1, alternates with a print of n-2. But
-    the last two queries are prints, of n-2 and then of n-1."""
+    the last two queries are prints, of n-2 and then of n-1; if L is even, a print of n-2 comes before them, too."""
     if same:
         may_swap, print_one, print_other = swap(n, n - 2, n - 1), n_swaps(n) + n - 2, n_swaps(n) + n - 1
         return ([may_swap, print_one] * L)[:L - 2] + [print_one, print_other]
@@ -233,9 +233,9 @@ class MaybeSwaps(Task):
     has n! entries.
 
     In a stage Lx2:same, all maybe-swaps concern the same two variables. Each is followed by a print of one of
-    them, and the last line prints the other. Lx2:forced is P1 Figure 10: the same lines, but no swap ever
-    happens. There the loss means nothing, only the KL divergence to the predictive (see `against_exact`), so forced
-    is for evaluation. There are few programs of these two kinds, so none is held out."""
+    them (the last by two prints, if L is even), and the last line prints the other. Lx2:forced is P1 Figure 10: the
+    same lines, but no swap ever happens. There the loss means nothing, only the KL divergence to the predictive (see
+    `against_exact`), so forced is for evaluation. There are few programs of these two kinds, so none is held out."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
     stage_samples = 3000                                                  # because no model can reach 90 %
@@ -244,7 +244,7 @@ class MaybeSwaps(Task):
 
     def __init__(self, n_vars=3, **others):
         if not 2 <= n_vars <= 5:
-            raise BadInput(f"--n-vars {n_vars}: choose 2 to 5, as a belief has n! entries")
+            raise BadInput(f"--n-vars {n_vars}: choose 2 to 5, because a belief has n! entries")
         self.n_vars, self.names, self.automaton = n_vars, LETTERS[:n_vars], maybe_swaps(n_vars)
         self.n_classes = self.automaton.m
         numbers = permutations(range(1, n_vars + 1))
@@ -258,15 +258,14 @@ class MaybeSwaps(Task):
             self.symbols[printed] = self.symbols[assigned] = holds(n_vars, i, j)
         super().__init__(**others)
         if self.states not in ("none", "linear"):
-            raise BadInput(f"--states {self.states}: the state is hidden, so it cannot be written as text; "
-                           "give linear (the exact belief) or none")
+            raise BadInput(f"--states {self.states}: the state is hidden, so it cannot be written as text: "
+                           "choose linear (the exact belief) or none")
 
     def check_stage(self, stage):
         if stage.kind not in ("", "same", "forced"):
-            raise BadInput(f"stage {stage}: write LxS, or Lx2:same, or Lx2:forced to evaluate on P1's Figure 10")
+            raise BadInput(f"stage {stage}: write LxS or Lx2:same or, to evaluate on P1's Figure 10, Lx2:forced")
         if stage.kind and stage.spacing != 2:
-            raise BadInput(f"stage {stage}: every second line is a print there, so write "
-                             f"{stage.length}x2:{stage.kind}")
+            raise BadInput(f"stage {stage}: this kind has the spacing 2: write {stage.length}x2:{stage.kind}")
 
     def program(self, rng, stage, memory):
         yield "from random import random"
@@ -282,7 +281,7 @@ class MaybeSwaps(Task):
         if not stage.kind:
             return super().draw(rng, stage, split)
         if stage.kind == "forced" and split == "train":
-            raise BadInput(f"stage {stage}: is for evaluation; train on {stage.length}x2:same")
+            raise BadInput(f"stage {stage} is for evaluation only: train on {stage.length}x2:same")
         memory = {}
         return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
 
@@ -378,7 +377,7 @@ def show_exact():
     stay = np.eye(3, dtype=int) * Fraction(1)
     beliefs, _ = PFSA([stay, stay], [A, B], [third] * 3).filter([[0]])
     print("    if the environment picks among those that fit:", joint / joint.sum())
-    print("    Z b / |Z b|, what the filter says:            ", beliefs[0, 1])
+    print("    Z b / |Z b|, what the filter computes:        ", beliefs[0, 1])
 
 
 def show_linear():
@@ -405,7 +404,7 @@ def main():
         show_trace()
         show_exact()
         show_linear()
-    print("notice: an exact belief always sums to 1; what a linear filter holds shrinks to 0")
+    print("notice: an exact belief always sums to 1; the mass of a linear filter shrinks to 0")
 
 
 if __name__ == "__main__":

@@ -65,16 +65,16 @@ def read_lines(path, entry=None):
     try:
         rows = [json.loads(line) for line in open(path) if line.strip()]
     except ValueError:
-        raise ValueError(f"{path}: give folders of finished runs, or files of JSON lines")
+        raise ValueError(f"{path} is not a file of JSON lines: give folders of finished runs, or such files")
     rows = [row for row in rows if isinstance(row, dict) and entry in (None, row.get("entry"))]
     if not rows:
-        raise ValueError(f"{path} has no lines" if entry is None else f"{path} has no lines of the entry {entry}")
+        raise ValueError(f"{path} has no results" if entry is None else f"{path} has no lines of the entry {entry}")
     return rows
 
 
 def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     """-> [(label, result), ...] of the finished runs that the command line names. result[key] keeps the rows for
-    which fits(row) holds. Runs without such a row are skipped and reported, and so are paths that are no run;
+    which fits(row) holds. Runs without such a row are skipped and reported, and so are paths that are not runs;
     `needs` describes the missing row."""
     runs, found = [], []
     for path in map(Path, args.paths):
@@ -84,7 +84,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
             place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))        # a label names all seeds
             runs += [{**row, "place": place} for row in read_lines(path / "result.json")]
         else:
-            args.left_out.append(f"{path} is " + ("not finished" if (path / "ckpt.pt").exists() else "no run"))
+            args.left_out.append(f"{path} is " + ("not finished" if (path / "ckpt.pt").exists() else "not a run"))
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     for result in runs:       # lines of a table omit the settings that have their default value
@@ -128,9 +128,9 @@ def seeds_of(labelled):
             one, two = result["recipe"], other["recipe"]
             differ = ",".join(name for name in {**one, **two} if one.get(name) != two.get(name))
             if differ:
-                raise ValueError(f"{result['model']}: these runs differ in {differ}: add some of it to --by")
+                raise ValueError(f"{result['model']}: these runs differ in {differ}: add one or more of these to --by")
             if result["seed"] == other["seed"]:
-                raise ValueError(f"{result['model']}: seed {result['seed']} is there twice; give it once")
+                raise ValueError(f"{result['model']}: two runs have the seed {result['seed']}: give only one of them")
         groups[name].append(result)
     return groups
 
@@ -139,7 +139,7 @@ def with_seeds(name, results):
     return f"{name}, {len(results)} seed{'s' if len(results) > 1 else ''}"
 
 
-def evaluations(args, needs="row", fits=lambda stage: True):
+def evaluations(args, needs="evaluation", fits=lambda stage: True):
     """-> [(label, result, stage, row), ...]: the evaluations of each run at stages for which fits(stage)
     holds."""
     found = []
@@ -169,7 +169,7 @@ def with_looks(curves):
     """Yield (look, label, curve) for each curve of {label: curve}. A look is the colour of its model and a
     style."""
     if len(curves) > len(STYLES):
-        raise ValueError(f"{len(curves)} curves: choose 1 to 5 by --models")
+        raise ValueError(f"{len(curves)} curves are too many: choose 1 to 5 with --models")
     for style, (name, curve) in zip(STYLES, curves.items()):
         yield colour_of(name) + style, name, curve
 
@@ -210,7 +210,7 @@ def curve(args):
     """Held-out accuracy during training, a line for each run. Each stage has a horizontal band of its own, in
     which accuracy goes from 0 to 100 %."""
     figure, axes = plt.subplots()
-    runs, bands = load_runs(args, "held_out", "test while training (see --eval-every)"), {}
+    runs, bands = load_runs(args, "held_out", "evaluation during training (see --eval-every)"), {}
     for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # the longest one has the order of stages
         result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
         bands |= dict.fromkeys(result["stages"])
@@ -236,7 +236,7 @@ def by_seed():
 def by_commands(axes, args, title):
     """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL."""
     curves = by_seed()
-    rows = evaluations(args, "row LxL", lambda stage: stage.length == stage.spacing and not stage.kind)
+    rows = evaluations(args, "evaluation at stage LxL", lambda stage: stage.length == stage.spacing and not stage.kind)
     for name, result, stage, row in rows:
         curves[name][result["seed"]].append((stage.length, row["accuracy"]))
     lines(axes, curves)
@@ -302,7 +302,7 @@ def nats(args):
     figure.suptitle("How far are trained models from the exact belief? Thin: seeds; thick: their median", fontsize=11)
     titles = {"LxS": "Prints as in training", "LxS:forced": "A swap that never happens"}
     for axes, (needs, title) in zip(panels, titles.items()):
-        rows = evaluations(args, f"row {needs}", lambda stage: stage.kind == needs[4:])
+        rows = evaluations(args, f"evaluation at stage {needs}", lambda stage: stage.kind == needs[4:])
         curves, uniform = by_seed(), []
         for name, result, stage, row in rows:
             curves[name][result["seed"]].append((stage.length, row["kl"]))
@@ -438,12 +438,12 @@ def headline(args):
 def load_repl(path, at, traces, kind=torch.nn.Module):
     """-> cfg, task, the stage `at` and the model of a run on repl whose mixers are all of the class `kind`."""
     if len(at.split()) > 1:
-        raise ValueError("give one stage --at")
+        raise ValueError(f"--at {at}: give a single stage, such as 128x16")
     cfg, task, _, model = load(path, device="cpu", eval_samples=traces)
     mixers = [block.mixer for block in model.blocks]
     if cfg.task != "repl" or cfg.states == "text" or not all(isinstance(mixer, kind) for mixer in mixers):
-        raise ValueError(f"{path} is a run of {cfg.model} on {cfg.task}: give one of repl, without states in the text; "
-                         "for heads, with betas")
+        raise ValueError(f"{path} is a run of {cfg.model} on {cfg.task}: give a run of repl without states in the "
+                         "text and, for heads, with mixers that are delta rules")
     [stage] = parse_stages(at)
     task.check_stage(stage)
     return cfg, task, stage, model
@@ -458,7 +458,7 @@ def measure_heads(args, traces=32):
     the model's accuracy if the betas of this head are multiplied by each of SCALES, which takes its eigenvalues
     from [-1, 1] to [0, 1]."""
     if len(args.paths) > 1:
-        raise ValueError("heads looks into one model: give one run")
+        raise ValueError(f"heads looks into one model, not {len(args.paths)}: give one run")
     cfg, task, stage, model = load_repl(args.paths[0], args.at, traces, DeltaNet)
     batch = task.batch(cfg.seed, "test", stage, 0, traces)
     x = model.embed(torch.tensor(batch.tokens))
@@ -592,11 +592,11 @@ def main(argv=None):
     parser.print_usage = lambda file: None                  # an error is one line
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command")
     parser.add_argument("paths", nargs="*", help="folders of finished runs, or .jsonl files")
-    parser.add_argument("--at", default="128x16", help="the stage, if a command has one [128x16]")
-    parser.add_argument("--entry", help="of .jsonl files, only the lines of this entry, as ladder")
-    parser.add_argument("--models", help="only these, as deltanet,lstm")
-    parser.add_argument("--by", default="", help="settings that labels name, as states,learning_rate")
-    parser.add_argument("--save", help="the picture: .png, .svg, .pdf; of movie: .gif [out/COMMAND.png]")
+    parser.add_argument("--at", default="128x16", help="stage of the traces that heads and movie read [128x16]")
+    parser.add_argument("--entry", help="read only the lines of this entry of .jsonl files, such as ladder")
+    parser.add_argument("--models", help="draw only these models, such as deltanet,lstm")
+    parser.add_argument("--by", default="", help="settings that labels name, such as states,learning_rate")
+    parser.add_argument("--save", help="file of the picture: .png, .svg or .pdf; for movie, .gif [out/COMMAND.png]")
     parser.add_argument("--all", action="store_true", help="draw every figure in assets/ from its table")
     args = parser.parse_args(argv)
     if args.all:
@@ -610,13 +610,13 @@ def main(argv=None):
     try:
         figure = COMMANDS[args.command](args)
         for what in dict.fromkeys(args.left_out):
-            print(f"plot.py: {what}; left out", file=sys.stderr)
+            print(f"plot.py: {what}, so it is left out", file=sys.stderr)
         if figure:
             Path(args.save).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(args.save)
             print(f"saved {args.save}")
     except KeyError as error:
-        parser.error(f"{args.command}: there is no {error} in these files")
+        parser.error(f"{args.command}: these results have no {error}, which the figure needs")
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

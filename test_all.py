@@ -366,16 +366,16 @@ def test_bad_stages_and_settings_are_refused_in_one_line(task, stage):
 @pytest.mark.parametrize("changes, says", [
     ({"slots": lambda task, memory: [memory["d"]]}, r"Mine.slots: KeyError\('d'\) after the line 'c = 0'"),
     ({"slots": data.Task.slots}, "'NoneType' object is not iterable.* after the line 'c = 0'"),
-    ({"slots": lambda task, memory: memory["c"]}, "'int' object is not iterable.* give n_slots = 1 numbers"),
+    ({"slots": lambda task, memory: memory["c"]}, "'int' object is not iterable.* return n_slots = 1 numbers"),
     ({"slots": lambda task, memory: [memory["c"] - 2]}, r"Mine.slots: \[-2\]"),
     ({"slots": lambda task, memory: [memory["c"] and 5]}, r"Mine.slots: \[5\]"),
     ({"slots": lambda task, memory: [memory["c"] + 0.5]}, r"Mine.slots: \[0.5\]"),
-    ({"n_slots": 2}, r"Mine.slots: \[0\] .* n_slots = 2 numbers below n_classes = 5, -1 where not set yet"),
+    ({"n_slots": 2}, r"Mine.slots: \[0\] .* n_slots = 2 numbers below n_classes = 5, with -1 for slots not set yet"),
     ({"n_classes": 3}, r"Mine.slots: \[[34]\] after the line 'c = \(c . \d\) % 5': .* below n_classes = 3"),
-    ({"program": lambda *_: ["c = 0"]}, r"Mine.program: traces of a stage have \[0\] answers: print"),
-    ({"program": lambda task, rng, *_: ["c = 0"] + ["print(c)"] * rng.randint(1, 2)}, r"have \[1, 2\] answ"),
-    ({"program": lambda *_: ["c = 0", "print(c)", "print(c)"], "whole": True}, r"\[2\] answers: .* once"),
-    ({"program": lambda *_: ["for i in range(3):", "    c = i"]}, "the line 'for i in range.3.:' is no whole statement"),
+    ({"program": lambda *_: ["c = 0"]}, "Mine.program: traces of one stage have 0 answers: print"),
+    ({"program": lambda task, rng, *_: ["c = 0"] + ["print(c)"] * rng.randint(1, 2)}, "have 1 or 2 answ"),
+    ({"program": lambda *_: ["c = 0", "print(c)", "print(c)"], "whole": True}, "have 2 answers: .* exactly once"),
+    ({"program": lambda *_: ["for i in range(3):", "    c = i"]}, "the line 'for i in range.3.:' is not a complete"),
     ({"program": lambda task, rng, *_: ["c = 0", f"print({rng.choice([1, 10])})"]},
      "Mine.program: the answer 10 has several tokens: set whole = True")])
 def test_a_task_of_ones_own_that_does_not_fit_is_named_in_one_line(changes, says, monkeypatch):
@@ -489,7 +489,7 @@ def check(row):
 # `check` says whether what is RIGHT is right.
 
 RIGHT = "right"
-STATES, NO_LINE = "other states", "with ... as, except ... as or match binds a name in no line"
+STATES, NO_LINE = "other states", "with ... as, except ... as or match binds a name, but no line"
 ASSERTION = "its trace raises AssertionError"
 NASTY = [
     # control flow
@@ -538,7 +538,7 @@ NASTY = [
     ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nreturn y", ASSERTION),
     ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nz = 0\nreturn z", STATES),
     ("x", "1", "try: return x + 1\nfinally: b = 3", "lines run after the return, in try/finally"),
-    ("", "", "n = 0\ndef g():\n    nonlocal n\n    n += 1\ng()\nreturn n", "no function around nonlocal"),
+    ("", "", "n = 0\ndef g():\n    nonlocal n\n    n += 1\ng()\nreturn n", "nonlocal needs an enclosing function"),
     ("", "", "x = 3\nreturn sorted(locals())", ASSERTION),
     ("list", "[1]", "for next in list: iter = next\nreturn iter", RIGHT),
     ("x", "3", "print(x, end='')\nreturn x", RIGHT),
@@ -548,8 +548,8 @@ NASTY = [
     ("x", "1", "try: y = 10 ** 9999\nexcept ValueError: y = 0\nreturn y and x", RIGHT),
     ("a, b", "*[[1]] * 2", "a.append(2)\nreturn b", ASSERTION),
     ("", "", "return set('ba'), {'b': {2, 1}}, (1,), set(), b'x', 1j, -0.0", RIGHT),
-    ("x", "[]", "x.append(x)\nreturn x", "without a literal"),
-    ("", "", "import random\nreturn random.random()", "another output in another run"),
+    ("x", "[]", "x.append(x)\nreturn x", "the output has no literal"),
+    ("", "", "import random\nreturn random.random()", "the output differs between two runs"),
     ("n", "1", "try: y = f(n - 1) if n else 0\nexcept: y = 1\nreturn y", "more than 1 call"),
     ("", "", "return __name__", ASSERTION),
     ("n", "49", "for i in range(n): pass\nreturn n", RIGHT),
@@ -559,7 +559,7 @@ NASTY = [
     ("x", "'y'", "for i in range(9): x = x * 4\nreturn 1", "more than 12000 characters of state"),
     ("", "", "x = '" + 999 * "y" + "'", "more than 1000 characters of trace"),
     ("n", "2", "yield n", "its output is a generator"),
-    ("", "", "return float('nan')", "an output without a literal"),
+    ("", "", "return float('nan')", "the output has no literal"),
     # a statement, or no statement, changes something on its way out; nothing of it is seen in the output
     ("xs", "[3]", "try: return xs.pop() / 0\nexcept ZeroDivisionError: return 1", STATES),
     ("", "", "log = []\ndef g():\n    yield 1\n    log.append(9)\nfor x in g(): z = x\nreturn 1", STATES),
@@ -570,7 +570,7 @@ AROUND = [                                            # the same, with all of th
      "import math\nK = 3\ndef g(x):\n    return x * K\nx = 2\nassert (g(x) + math.floor(2.5)) == 8"),
     ("K = [1]\ndef f(x):\n    global K, M\n    K = K + [x]\n    M = x\n    return K", "2", RIGHT),
     ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\nf(0)\n", "3",
-     "another output in another run"),
+     "the output differs between two runs"),
     ("K = 1\ndef f(x, y=K, *, z=[]):\n    z.append(x + y)\n    return z\nK = 2\n", "3",
      "K = 1\nK = 2\nx, y, z = 3, 1, []\nz.append(x + y)\nassert (z) == [4]"),
     ("import functools\n@functools.cache\ndef f():\n    x = 1\n    return x", "",
@@ -580,7 +580,7 @@ AROUND = [                                            # the same, with all of th
      "x, y, none = 3, float('-inf'), object()\nassert (y < x is not none) == True"),
     ("def f(xs, key, kind=int, *rest):\n    return max(map(kind, xs), key=key) + len(rest)", "'21', abs, int, max",
      "xs, key, kind, rest = '21', abs, int, (max,)\nassert (max(map(kind, xs), key=key) + len(rest)) == 3"),
-    ("def f(**functions):\n    return len(functions)", "a=len", "an argument without a literal"),
+    ("def f(**functions):\n    return len(functions)", "a=len", "an argument has no literal"),
     # annotations, modules
     ("from __future__ import annotations\nclass P:\n    def me(self: P) -> P: return self\ndef f(x):\n"
      "    def g(y: Nothing): return y\n    p = P().me()\n    return g(x)", "3", RIGHT),
@@ -618,7 +618,7 @@ AROUND = [                                            # the same, with all of th
      "        return 5\nx = 5\nassert (x + 1) == 6"),
     ("class C:\n    k = 3\n    @classmethod\n    def make(cls, n): return cls.__name__ * n", "C().make(2)", RIGHT),
     ("class C:\n    def make(self, n):\n        m = n\n        return m\nprint(C().make(2))", "C().make(3)", RIGHT),
-    ("class C:\n    def make(self): pass", "1", "but methods: give a name"),
+    ("class C:\n    def make(self): pass", "1", "no function at its top level: give a name"),
     ("import functools\ndef twice(g):\n    def h(x): return 7\n    return h\n@twice\ndef f(x): return x", "1",
      "the function itself is not called"),
     # the call
@@ -631,8 +631,8 @@ AROUND = [                                            # the same, with all of th
     ("def f(x):\r\n\tif x:\r\n\t\ty = '\t'\r\n\treturn y\r\n", "1", "x = 1\ny = '\t'\nassert (y) == '\\t'"),
     ("def g(x):\n    return 0\ndef h(x):\n    return x", "1",
      "def g(x):\n    return 0\nx = 1\nassert (x) == 1"),
-    ("async def f():\n    return 1", "", "no such function at the top level of the code: no def there"),
-    ("f = lambda x: x", "1", "no such function"), ("if True:\n    def f(x): return x", "1", "no such function"),
+    ("async def f():\n    return 1", "", "the called function is not at the top level of the code: there is no def"),
+    ("f = lambda x: x", "1", "there is no def"), ("if True:\n    def f(x): return x", "1", "there is no def"),
     ("\ufeffdef f(a):\n    return a", "1", "a = 1\nassert (a) == 1"),
     ("def f(a):\n    return a", "1 # one", "a = 1\nassert (a) == 1"),
     ("def f(a):\n    return a", "'#'", "a = '#'\nassert (a) == '#'"),
@@ -681,7 +681,7 @@ HOSTILE = {                                           # and why it has no trace,
     "import os\ndef f():\n    os.popen('sleep 0.7; touch $TMPDIR/alive')\n    return 1": "",
     "def f():\n    return 10**10**10": "more than 1 s",
     "import os\ndef f():\n    while True:\n        os.fork()": "calling the function raises TypeError",
-    "import os\ndef f():\n    os._exit(0)": "it ends its process",
+    "import os\ndef f():\n    os._exit(0)": "the code ends its process",
     "import os, time\ndef f():\n    os.closerange(3, 99)\n    time.sleep(99)": "more than 1 s",
     "def f():\n    exit()": "calling the function raises SystemExit",
     "def f():\n    return len('x' * 2**30)": "calling the function raises MemoryError",
@@ -736,7 +736,7 @@ def test_little_memory_is_an_error_of_the_command(tmp_path):
     path, out = write(tmp_path / "calls.jsonl", [HONEST]), tmp_path / "out.jsonl"
     words = shlex.join([sys.executable, "data.py", "trace", "--file", str(path), "--out", str(out), "--allow-exec"])
     done = subprocess.run(f"ulimit -v 400000; {words}", shell=True, cwd=HERE, text=True, capture_output=True)
-    assert done.returncode == 2 and "not even f(x) = x has a trace here" in done.stderr and not out.exists()
+    assert done.returncode == 2 and "even f(x) = x fails here" in done.stderr and not out.exists()
     assert done.stderr.count("\n") == 1
 
 
@@ -755,7 +755,7 @@ def test_what_holds_in_one_process_only_is_rejected(tmp_path):
     data.write_traces(calls, tmp_path / "out.jsonl")
     why = Counter(row["reason"] for row in written(tmp_path / "out.rejected.jsonl"))
     assert [row["id"] for row in written(tmp_path / "out.jsonl")] == [f"line {len(codes) - 1}", f"line {len(codes)}"]
-    assert why == {"another output or state in another process": len(codes) - 2}
+    assert why == {"the output or a state differs in another process": len(codes) - 2}
 
 
 def test_a_child_cannot_write_into_the_file_of_traces(tmp_path):
@@ -823,19 +823,19 @@ def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
         if name != "line 7":                          # there, only Counter == dict holds
             check(row)
     test = "a test that is not assert name(input) == output"
-    keys = "neither code and input, nor code and test_list"
-    listed = "input must be text, the arguments as Python source"
+    keys = "the row has neither code and input nor code and test_list"
+    listed = "input is not a string: give the arguments as Python source"
     rejected = written(tmp_path / "out.rejected.jsonl")
     assert {row["id"]: row["reason"] for row in rejected} == {
         "7/2": test, "7/3": "its output is not what the row says", "7/4": test, "line 3": keys,
-        "g": "no such function at the top level of the code: g", "l": listed, "none": "an empty test_list",
+        "g": "the called function is not at the top level of the code: g", "l": listed, "none": "test_list is empty",
         "deep": "the code raises MemoryError"}
     write(path, [HONEST | {"id": "9/0"}, mbpp | {"task_id": 9}])
-    with pytest.raises(data.BadInput, match="calls.jsonl: two calls with the id 9/0"):
+    with pytest.raises(data.BadInput, match="calls.jsonl: two calls have the id 9/0"):
         data.write_traces(path, tmp_path / "new.jsonl")
     for line in "{oops", "[1]", "id,code", [HONEST, HONEST], "\x1f\x8b", HONEST | {"id": 9}:
         before = write(path, [HONEST | {"id": "9"}, line]).read_bytes()
-        with pytest.raises(data.BadInput, match="calls.jsonl, line 2: (give JSON lines|a second row with the id 9)"):
+        with pytest.raises(data.BadInput, match="line 2( is not a JSON object|: the id 9 was used before)"):
             data.write_traces(path, tmp_path / "new.jsonl")
         assert path.read_bytes() == before and not (tmp_path / "new.jsonl").exists()
 
@@ -870,7 +870,7 @@ def test_traces_of_a_file_are_its_rows_and_what_is_tested_on_is_not_trained_on(t
         programs[split].add((text + last.text).split("\n", 1)[1].rpartition(" == ")[0])
     assert not programs["train"] & programs["test"]
     assert len(programs["train"]) > 16 < 4 * len(programs["test"])
-    with pytest.raises(data.BadInput, match="stage 99x1: no such traces in the test split. An eighth of all programs"):
+    with pytest.raises(data.BadInput, match="stage 99x1: no traces of this length are in the test split. An eighth"):
         task.draw(rng, Stage(99), "test")
 
 
@@ -999,12 +999,12 @@ def test_without_the_projector_form_bf16_keys_would_explode_or_die():
 
 def test_shapes_that_do_not_fit_are_named():
     q, k, v, beta, g, _ = example("any", T=10, gate=-1)
-    for says, bad in (("q is .* beside k", (q[:, :9], k, v, beta)),
-                      ("beta is .* beside k|a is .* beside k", (q, k, v, beta[..., None])),
-                      ("g is .* beside k|state is .* beside k", (q, k, v, beta, g[..., 1:])),
+    for says, bad in (("q has .* to fit k", (q[:, :9], k, v, beta)),
+                      ("beta has .* to fit k|a has .* to fit k", (q, k, v, beta[..., None])),
+                      ("g has .* to fit k|state has .* to fit k", (q, k, v, beta, g[..., 1:])),
                       ("nothing to scan", [x[:, :0] for x in (q, k, v, beta)]),
-                      ("k is .* must be .B, T, H, K", [x[0] for x in (q, k, v, beta)]),
-                      ("v is on meta, but k on cpu", (q, k, v.to("meta"), beta))):
+                      ("k has .* give it the shape .B, T, H, K", [x[0] for x in (q, k, v, beta)]),
+                      ("v is on meta, but k is on cpu", (q, k, v.to("meta"), beta))):
         for scan in delta_rule, decay_scan:
             with pytest.raises(ValueError, match=says):
                 scan(*bad)
@@ -1110,7 +1110,7 @@ def test_auto_leaves_kernels_that_raise_or_are_wrong_and_says_why(pretend_gpu, w
     apply = kernels.APPLY
     broken = lambda q, k, *rest: after(*apply(q, before(k), *rest))
     pretend_gpu.setattr(kernels, "APPLY", broken)
-    with pytest.warns(match=f"takes its torch backend, not its kernels: {why}"):
+    with pytest.warns(match=f"uses its torch backend instead of its kernels: {why}"):
         backend, said = kernels.resolve_backend("auto", "cuda", torch.bfloat16, 16, 16)
     assert backend == "torch" and said.startswith(f"not triton: {why}") and "\n" not in said
 
@@ -1121,9 +1121,9 @@ def test_auto_says_what_the_kernels_cannot_do(pretend_gpu):
     assert "fp32" in kernels.why_not_triton(torch.device("cuda"), torch.float64, 64, 64)
     assert "not triton: at K = 1" in kernels.resolve_backend("auto", "cuda", torch.bfloat16, 1, 8)[1]
     for why, module, name, value in (
-            ("the GPU is older than sm_80", torch.cuda, "get_device_capability", lambda device: (7, 5)),
-            ("this machine, or this torch, has no CUDA GPU", torch.cuda, "is_available", lambda: False),
-            ("heads are 64 wide, the kernels take 32", kernels, "WIDEST", 32),
+            ("the kernels need a GPU of sm_80 or newer", torch.cuda, "get_device_capability", lambda device: (7, 5)),
+            ("torch finds no CUDA GPU on this machine", torch.cuda, "is_available", lambda: False),
+            ("the heads are 64 wide, but the kernels take at most 32", kernels, "WIDEST", 32),
             ("the package triton is not installed", kernels, "triton", None)):
         pretend_gpu.setattr(module, name, value)
         assert kernels.resolve_backend("auto", "cuda") == ("torch", f"not triton: {why}")
@@ -1354,11 +1354,11 @@ def test_where_answers_are_not_drawn_from_the_predictive_only_the_kl_is_printed(
 
 @pytest.mark.parametrize("make, says", [
     (lambda: pfsa.maybe_swaps(3).filter([FIGURE_10, [0, pfsa.holds(3, 2, 1)]]), "sequence 1, step 1: symbol"),
-    (lambda: pfsa.PFSA([[[1, 0], [1, 1]]], [[1, 1]], 0), "each column must sum to 1"),
+    (lambda: pfsa.PFSA([[[1, 0], [1, 1]]], [[1, 1]], 0), "a column of T does not sum to 1"),
     (lambda: pfsa.MaybeSwaps(6), "--n-vars 6: choose 2 to 5"),
     (lambda: pfsa.MaybeSwaps(3, states="text"), "--states text: the state is hidden"),
-    (lambda: pfsa.MaybeSwaps(3).check_stage(Stage(8, 4, "forced")), "so write 8x2:forced"),
-    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation; train on 8x2:same")])
+    (lambda: pfsa.MaybeSwaps(3).check_stage(Stage(8, 4, "forced")), "the spacing 2: write 8x2:forced"),
+    (lambda: pfsa.MaybeSwaps(3).batch(0, "train", Stage(8, 2, "forced"), 0, 1), "evaluation only: train on 8x2:same")])
 def test_bad_automata_symbols_and_settings_are_one_line(make, says):
     with pytest.raises(ValueError, match=says) as error:
         make()
@@ -2106,13 +2106,13 @@ def other_default(folder, monkeypatch):
 
 
 LATER = [  # was it stopped?
-    (False, None, [], "is finished, with 96 traces. Remove it to train again"),
+    (False, None, [], "finished after 96 traces. Remove it to train again"),
     (False, None, ["--eval-at", "8x2", "--eval-samples", 4], "eval    4x2: "),              # tested as it was then
-    (False, edited, [], "the code or the traces have changed since: these are the old numbers"),
-    (False, grown, [], "is finished"),
+    (False, edited, [], "the code or the trace file has changed since this run: these are its old"),
+    (False, grown, [], "finished after 96 traces"),
     (False, other_default, [], "holds a run with other settings"),
-    (True, edited, [], "was begun with other code or traces"),
-    (True, cut, [], "ckpt.pt is no checkpoint, or was cut short")]
+    (True, edited, [], "was started with other code or another trace file"),
+    (True, cut, [], "ckpt.pt is not a checkpoint, or is incomplete")]
 
 
 @pytest.mark.parametrize("stopped, change, more, says", LATER)
@@ -2214,7 +2214,7 @@ def test_a_loss_that_is_not_finite_and_ctrl_c_end_the_bar_before_they_say_so(tmp
         assert err.endswith("\n") and out.splitlines()[-1].startswith("stopped") and not others
     else:
         [line] = [line for line in err.splitlines() if "not finite" in line]
-        assert line.startswith("train.py: loss or gradient not finite in step 7: try --learning-rate")
+        assert line.startswith("train.py: the loss or its gradient was not finite in step 7: try --learning-rate")
         assert result_of(*others)["steps"] == 12
 
 
@@ -2257,7 +2257,7 @@ def test_a_short_run_has_a_shorter_decay_and_says_so_and_no_warning(tmp_path, ca
             torch.set_warn_always(True)
             out = run_again(tmp_path, capsys, *flags, *more)
             torch.set_warn_always(False)
-        assert "decays over the last 32 traces (a third of --max-samples at most)" in out
+        assert "decays over the last 32 traces (at most a third of --max-samples)" in out
         assert "stopped by --max-samples, in stage 4" in out
     assert "the last 16 traces (" in run_again(tmp_path, capsys, "--cooldown", 16)
 
@@ -2419,9 +2419,9 @@ def test_a_played_session_shows_what_the_model_reads_what_python_prints_and_what
     greeting, *out = played(only(tmp_path), monkeypatch, capsys, typed)
     a, b, c = (line[-1] for line in out[:3])
     commands = ["a, b, c = b, a, c", "print('a', a)", "a, b, c = c, b, a"]
-    assert greeting.endswith("End: quit") and [line[:line.find(":") + 1] or line for line in out] == [
+    assert greeting.endswith("Type quit to end") and [line[:line.find(":") + 1] or line for line in out] == [
         f">>> a = {a}", f">>> b = {b}", f">>> c = {c}", "model:", ">>> a, b = b, a", f"read as {commands[0]}", "model:",
-        ">>> oops", "this model knows permutations of a, b, c, and prints of one:", ">>> ",
+        ">>> oops", "this model knows permutations of a, b, c, and prints of one variable:", ">>> ",
         ">>> print(a)", f"read as {commands[1]}", f"a {b}", "model:", ">>> c, a = a, c", f"read as {commands[2]}", "model:",
         ">>> quit"]
     _, task, _, model = train.load(only(tmp_path), device="cpu")
@@ -2460,7 +2460,7 @@ def test_the_models_in_assets_are_those_of_the_default_run_and_name_their_code(p
     assert task.tokenizer.pieces == of_default.tokenizer.pieces
     assert {name for name, x in saved["config"].items() if x != getattr(Config, name)} - {"device"} == changed
     assert re.fullmatch("[0-9a-f]{7,}", saved["commit"]) and re.fullmatch("[0-9a-f]{16}", saved["code"])
-    with pytest.raises(data.BadInput, match="no token of this task"):
+    with pytest.raises(data.BadInput, match="not a token of this task"):
         task.tokenizer.encode(">>> x = 4")
 
 
@@ -2477,15 +2477,16 @@ def test_playing_ends_with_ctrl_c_and_needs_a_repl_model(tmp_path, monkeypatch, 
 BAD = {
     "--model deltnet": "choose from deltanet",
     "--task rpl": "choose from repl",
-    "--modle deltanet": "--modle: no such setting, --help lists all. Is it --model?",
-    "--lr=0.1": "Is it --learning-rate?", "--eval= --seed 1": ": no such checkpoint", "--play=": ": no such checkpoint",
+    "--modle deltanet": "--modle is not a setting: did you mean --model? --help lists all settings",
+    "--lr=0.1": "did you mean --learning-rate?",
+    "--eval= --seed 1": "ckpt.pt does not exist", "--play=": "ckpt.pt does not exist",
     "--task parity --curriculum 8:²": "write 8:M",
-    "--lr 0.1": "Is it --learning-rate?",
-    "--seed 0 1": "1: no such setting, --help lists all",
-    "--advance 90": "at most 1", "--advance 0": "--advance 0: give --stage-samples, too",
+    "--lr 0.1": "did you mean --learning-rate?",
+    "--seed 0 1": "1 is not a setting: --help lists all settings",
+    "--advance 90": "at most 1", "--advance 0": "so give --stage-samples, too",
     "--micro-batches 3": "--micro-batches 3: give a divisor of --batch-size",
-    "--n_layers=2": "Is it --n-layer?",
-    "--batch 4": "Is it --batch-size?",
+    "--n_layers=2": "did you mean --n-layer?",
+    "--batch 4": "did you mean --batch-size?",
     "--curriculum 4,8": "write LENGTHxSPACING",                          # no grid of two
     "--eval-samples 8,16": "--eval-samples: 8,16: give a number (int)",
     "--model block_diagonal --d-model 30": "a multiple of 4",
@@ -2496,7 +2497,7 @@ BAD = {
     "--eval a --play b": "not allowed with",
     "--n-vars 30": "2 to 9",
     "--task group --group S6": "choose from Z2",
-    "--curriculum 8x16": "a spacing of 1 to the length",
+    "--curriculum 8x16": "a spacing from 1 to the length",
     "--eval-at 8x": "LENGTHxSPACING",
     "--learning-rate fast": "--learning-rate: fast: give a number (float)",
     "--batch-size 0": "above 0",
@@ -2509,10 +2510,10 @@ BAD = {
     "--params 3000": "at least",
     "--task arith --states linear": "transformer or contrastive",
     "--task group --states transformer": "linear or none",
-    "--task trace --trace-file /dev/null": "is empty: give JSON lines",
+    "--task trace --trace-file /dev/null": "is empty: give a file with one JSON object on each line",
     "--out train.py": "train.py",
-    "--eval nowhere.pt --model gru": "only eval_at, eval_samples",
-    "--play nowhere.pt": "no such checkpoint",
+    "--eval nowhere.pt --model gru": "give only --trace-file, --eval-at, --eval-samples, --seed, --device, --dtype",
+    "--play nowhere.pt": "nowhere.pt does not exist",
 }
 
 
@@ -2534,9 +2535,9 @@ def test_broken_and_foreign_checkpoints_are_refused_each_for_its_reason(tmp_path
               "later": {**saved, "config": {**saved["config"], "colour": "red"}},
               "mixer": {**saved, "config": {**saved["config"], "model": "mine"}},
               "wide": {**saved, "config": {**saved["config"], "d_model": 64}}}
-    reasons = {**dict.fromkeys(["cut", "empty", "text"], "is no checkpoint, or was cut short"),
-               **dict.fromkeys(["list", "older"], "is no checkpoint of this train.py"),
-               "later": "was trained with settings that this train.py lacks: colour",
+    reasons = {**dict.fromkeys(["cut", "empty", "text"], "is not a checkpoint, or is incomplete"),
+               **dict.fromkeys(["list", "older"], "is not a checkpoint of this train.py"),
+               "later": "was trained with settings that this train.py lacks (colour)",
                "mixer": "mixer.pt: --model mine: choose from", "wide": "its weights do not fit this models.py"}
     for name, content in broken.items():
         path = tmp_path / f"{name}.pt"
@@ -2598,7 +2599,7 @@ def test_a_task_that_draws_from_elsewhere_is_refused(tmp_path, monkeypatch, caps
         def program(self, rng, stage, memory):
             yield from super().program(random, stage, memory)
     monkeypatch.setitem(train.TASKS, "loose", Loose)
-    assert "Let its program draw from rng alone" in refused(capsys, *TINY, "--task", "loose", "--out", tmp_path)
+    assert "let its program draw from rng only" in refused(capsys, *TINY, "--task", "loose", "--out", tmp_path)
 
 
 def test_waiting_threads_give_way_unless_somebody_says_otherwise():
@@ -2635,7 +2636,7 @@ def test_a_fault_in_a_fork_shows_where_it_is(tmp_path, monkeypatch):
     monkeypatch.setitem(models.MIXERS, "wide", Wide)
     monkeypatch.setitem(train.TASKS, "chance", Chance)
     for flags, error, where in ((["--model", "forgetful", "--batch-size", 2], TypeError, "Forgetful.forward: return"),
-                                (["--model", "wide"], ValueError, "a is .1,., but"),
+                                (["--model", "wide"], ValueError, "a has the shape .1,.:"),
                                 (["--task", "chance"], ValueError, "larger than population")):
         with pytest.raises(error, match=where):
             go(tmp_path, *flags)
@@ -2803,11 +2804,11 @@ def test_runs_that_differ_in_more_than_their_seed_are_never_one_curve():
     rates = [result([row("64x8"), row("64x64")], seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
              for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
     for figure in plot.curve, plot.headline, plot.ladder, plot.samples:
-        with pytest.raises(ValueError, match="differ in learning_rate: add some of it to --by"):
+        with pytest.raises(ValueError, match="differ in learning_rate: add one or more of these to --by"):
             figure(of(*rates))
     assert {name for name, *_ in plot.evaluations(of(by="learning_rate"))} == {
         "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}
-    with pytest.raises(ValueError, match="seed 1 is there twice"):
+    with pytest.raises(ValueError, match="two runs have the seed 1"):
         plot.evaluations(of(rates[1], rates[1]))
     assert {name for name, *_ in plot.evaluations(of(result(beta_max=1.0)))} == {"deltanet, [0, 1], 1 seed"}
 
@@ -2834,7 +2835,7 @@ def test_twins_are_told_apart_by_their_folder_and_seeds_of_one_folder_are_one_cu
     assert {name for name, *_ in plot.evaluations(args)} == {
         "deltanet, out/x, 2 seeds", "deltanet, out/changed, 1 seed", "gru, 1 seed"}
     args.paths += ["out/changed"]
-    with pytest.raises(ValueError, match="seed 0 is there twice"):
+    with pytest.raises(ValueError, match="two runs have the seed 0"):
         plot.evaluations(args)
 
 
@@ -2846,9 +2847,11 @@ def test_what_is_left_out_is_named(capsys):
     plot.main(["horizon", *paths, "out/of_folders", "out/picture.png"])
     out, err = capsys.readouterr()
     assert out == "saved out/horizon.png\n" and err.splitlines() == [
-        "plot.py: out/stopped is not finished; left out", "plot.py: out/of_folders is no run; left out",
-        "plot.py: out/picture.png is no run; left out", "plot.py: deltanet, seed 0, has no row LxL; left out"]
-    with pytest.raises(ValueError, match="5 by --models"):
+        "plot.py: out/stopped is not finished, so it is left out",
+        "plot.py: out/of_folders is not a run, so it is left out",
+        "plot.py: out/picture.png is not a run, so it is left out",
+        "plot.py: deltanet, seed 0, has no evaluation at stage LxL, so it is left out"]
+    with pytest.raises(ValueError, match="5 with --models"):
         plot.curve(of(*(result(model=model, held_out=[[8, "64x8", 1]]) for model in list(models.MIXERS)[:6])))
 
 
@@ -3025,7 +3028,7 @@ def test_looking_inside_another_tasks_run_names_the_task(tmp_path, capsys):
     for command in ("heads", "movie"):
         with pytest.raises(SystemExit):
             plot.main([command, str(only(tmp_path))])
-        assert "is a run of deltanet on group: give one of repl" in capsys.readouterr().err
+        assert "is a run of deltanet on group: give a run of repl" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -3039,12 +3042,13 @@ def test_help_has_an_example_of_every_command(capsys):
 
 
 @pytest.mark.parametrize("words, reason", [
-    ("curve", "give a command"), ("curv out", "invalid choice"), ("samples nowhere", "nothing to draw: nowhere is no run"),
-    ("samples nowhere.jsonl", "No such file"), ("samples picture.jsonl", "give folders of finished runs, or files of"),
+    ("curve", "give a command"), ("curv out", "invalid choice"),
+    ("samples nowhere", "nothing to draw: nowhere is not a run"),
+    ("samples nowhere.jsonl", "No such file"), ("samples picture.jsonl", "is not a file of JSON lines: give folders"),
     ("samples table.jsonl --entry told", "no lines of the entry told"),
     ("nats table.jsonl", "no 'kl'"), ("samples table.jsonl --models rnn", "no runs of rnn"),
-    ("headline table.jsonl", "seed 0, has no row LxL"),
-    ("heads nowhere --at 8x1", "no such checkpoint"), ("heads one two", "give one run"),
+    ("headline table.jsonl", "seed 0, has no evaluation at stage LxL"),
+    ("heads nowhere --at 8x1", "nowhere does not exist"), ("heads one two", "give one run"),
     ("samples table.jsonl --save x.doc", "not supported")])
 def test_bad_input_ends_with_one_line_and_exit_code_2(words, reason, capsys):
     of(result())

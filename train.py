@@ -137,9 +137,9 @@ def check(cfg):
             raise BadInput(f"{flag}: give a number {'from' if zero else 'above'} 0, at most {most}")
     mixers = cfg.model.split("+")
     if not set(mixers) <= set(MIXERS):
-        raise BadInput(f"--model {cfg.model}: choose from {', '.join(MIXERS)}, or join some by +")
+        raise BadInput(f"--model {cfg.model}: choose from {', '.join(MIXERS)}, or join several with +")
     if cfg.n_layer < len(mixers):
-        raise BadInput(f"--model {cfg.model} alternates mixers: give --n-layer {len(mixers)}")
+        raise BadInput(f"--model {cfg.model} alternates {len(mixers)} mixers: give at least --n-layer {len(mixers)}")
     if cfg.batch_size % cfg.micro_batches:
         raise BadInput(f"--micro-batches {cfg.micro_batches}: give a divisor of --batch-size, {cfg.batch_size}")
     if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
@@ -162,12 +162,12 @@ def build(cfg, pieces=None):
     cfg = replace(cfg, states=task.states, curriculum=curriculum, eval_at=eval_at,
                   stage_samples=cfg.stage_samples or task.stage_samples)
     if not cfg.advance and not cfg.stage_samples:
-        raise BadInput("--advance 0: give --stage-samples, too, or no stage ever ends")
+        raise BadInput("--advance 0: no stage would ever be passed, so give --stage-samples, too")
     for stage in stages + tests:
         task.check_stage(stage)
         one, same = (task.batch(cfg.seed, "test", stage, 0, 2).tokens.tolist() for _ in range(2))
         if one != same:
-            raise BadInput(f"--task {cfg.task}: two batches of one seed differ. Let its program draw from rng alone")
+            raise BadInput(f"--task {cfg.task}: two batches with one seed differ: let its program draw from rng only")
 
     def make(d_mlp, states="none"):
         shape = SimpleNamespace(**{**vars(cfg), "d_mlp": d_mlp, "states": states})
@@ -179,7 +179,7 @@ def build(cfg, pieces=None):
             least, more = count(make(8)), count(make(16))
         width = 8 + 8 * round((cfg.params - least) / (more - least))
         if width < 8:
-            raise BadInput(f"--params {cfg.params}: this model has at least {least}")
+            raise BadInput(f"--params {cfg.params}: this model has at least {least} parameters: give a larger number")
     torch.manual_seed(cfg.seed)                           # for the initial weights; nothing else uses torch's generator
     model = make(width, cfg.states).to(cfg.device)
     tokens = torch.arange(40)[None] % len(task.tokenizer)
@@ -188,8 +188,8 @@ def build(cfg, pieces=None):
         for p in probe.parameters():                      # a layer that starts at 0 would hide an error
             p += 0.1 * torch.arange(p.numel()).view_as(p).cos()
         if not (in_pieces(probe, tokens, 7) - in_pieces(probe, tokens, 40)).abs().max() < 0.1:
-            raise BadInput(f"--model {cfg.model} gives another result piece by piece than in one pass: a mixer sees "
-                           "the future, loses its state, or is random (see python models.py)")
+            raise BadInput(f"--model {cfg.model} computes other results in pieces than in one pass: a mixer sees the "
+                           "future, loses its state, or is random: run python models.py to see which")
     model.cfg = cfg
     return task, stages, tests, model
 
@@ -332,15 +332,15 @@ def run(cfg):
     if any(before.get(name, x) != x for name, x in as_given.items() if name not in ASIDE):
         raise BadInput(f"{folder} holds a run with other settings: choose another --out")
     if result:
-        print(f"{folder} is finished, with {result['samples']:,} traces. Remove it to train again, or use --eval")
+        print(f"{folder} finished after {result['samples']:,} traces. Remove it to train again, or use --eval")
         for row in result["eval"]:
             show(row)
         if result.get("code") != source["code"]:
-            print("note    the code or the traces have changed since: these are the old numbers")
+            print("note    the code or the trace file has changed since this run: these are its old results")
         return 0
     if saved and saved["code"] != source["code"]:
-        raise BadInput(f"{folder} was begun with other code or traces: undo the change, remove the folder, or choose "
-                       "another --out")
+        raise BadInput(f"{folder} was started with other code or another trace file: undo the change, remove the "
+                       "folder, or choose another --out")
     task, stages, _, model = build(cfg, saved["pieces"] if saved else None)
     cfg, optimizers = model.cfg, make_optimizers(model)
     cooldown = min(cfg.cooldown, cfg.max_samples // 3)
@@ -366,7 +366,7 @@ def run(cfg):
     print(f"task    {cfg.task}, stages {cfg.curriculum}; chance {chance:.1%}")
     print(f"model   {cfg.model}, {count(model):,} parameters, {count(model.to_state):,} of them in the state head "
           f"({cfg.states})")
-    print(f"rate    {cfg.learning_rate:g}, decays over the last {cooldown:,} traces (a third of --max-samples at most)")
+    print(f"rate    {cfg.learning_rate:g}, decays over the last {cooldown:,} traces (at most a third of --max-samples)")
     print(f"device  {cfg.device} ({source['machine']}), {cfg.dtype}, torch {source['torch']}, "
           f"{source['threads']} threads; a scan uses {backend} ({why})")
 
@@ -438,7 +438,7 @@ def run(cfg):
                 save(folder / "ckpt.pt", partial(torch.save, checkpoint))
 
     if at.samples < at.end:
-        print(f"train.py: loss or gradient not finite in step {at.step}: try --learning-rate "
+        print(f"train.py: the loss or its gradient was not finite in step {at.step}: try --learning-rate "
               f"{cfg.learning_rate / 3:.1g}", file=sys.stderr)
         return 1
     print(f"trained {at.samples:,} traces, {at.step:,} steps, {at.seconds:.1f} s")
@@ -459,16 +459,17 @@ def run(cfg):
 def read_checkpoint(path):
     """-> the checkpoint that `run` has saved, a dict. Raises BadInput for any other file."""
     if not Path(path).exists():
-        raise BadInput(f"{path}: no such checkpoint")
+        raise BadInput(f"{path} does not exist: give the folder of a run, or its checkpoint")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:                                     # a broken file can raise anything
-        raise BadInput(f"{path} is no checkpoint, or was cut short")
+        raise BadInput(f"{path} is not a checkpoint, or is incomplete: remove it, or give another")
     if not isinstance(saved, dict) or not {"config", "code", "at", "pieces", "model", "optimizers"} <= saved.keys():
-        raise BadInput(f"{path} is no checkpoint of this train.py (perhaps of an older one)")
+        raise BadInput(f"{path} is not a checkpoint of this train.py: use the version that wrote it, or train again")
     unknown = saved["config"].keys() - {f.name for f in fields(Config)}
     if unknown:
-        raise BadInput(f"{path} was trained with settings that this train.py lacks: {', '.join(sorted(unknown))}")
+        raise BadInput(f"{path} was trained with settings that this train.py lacks ({', '.join(sorted(unknown))}): "
+                       "use the version that trained it")
     return saved
 
 
@@ -494,7 +495,7 @@ def load(path, **changes):
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError:
-        raise BadInput(f"{path}: its weights do not fit this models.py")
+        raise BadInput(f"{path}: its weights do not fit this models.py: use the version that trained it")
     return model.cfg, task, tests, model
 
 
@@ -535,8 +536,8 @@ def as_read(task, typed):
             if task.moves == "perm" or len(moved) == 2:
                 return f"{', '.join(left)} = {', '.join(takes[name] for name in left)}"
     known = "permutations" if task.moves == "perm" else "swaps of two"
-    raise BadInput(f"this model knows {known} of {', '.join(task.names)}, and prints of one: type a line like "
-                   f"{task.swaps[0]} or print('a', a)")
+    raise BadInput(f"this model knows {known} of {', '.join(task.names)}, and prints of one variable: type a "
+                   f"line like {task.swaps[0]} or print('a', a)")
 
 
 def typed_lines(task, seed):
@@ -572,7 +573,7 @@ def play(path, **changes):
         raise BadInput(f"--play {path}: give a model trained on repl, without states in the text")
     with contextlib.suppress(ImportError):                # Windows has no readline
         import readline                                   # noqa: F401  line editing for input()
-    print("Python runs each line; the model says what each variable holds now, and how sure it is. End: quit")
+    print("Python runs each line; the model predicts each variable's value, with a probability. Type quit to end")
     memory, state = {}, None
     for lines in typed_lines(task, cfg.seed):
         parts = data.run(lines, memory, task.prompt)
@@ -618,8 +619,8 @@ def main(argv=None):
         wrong = unknown[0].partition("=")[0]
         initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == wrong]               # such as --lr
         near = initials or difflib.get_close_matches(wrong, flags, 1)
-        meant = f". Is it {near[0]}?" if near else ""
-        parser.error(f"{wrong}: no such setting, --help lists all{meant}")
+        meant = f"did you mean {near[0]}? " if near else ""
+        parser.error(f"{wrong} is not a setting: {meant}--help lists all settings")
     given = vars(given)
     to_eval = given.pop("eval", None)
     to_play = given.pop("play", None)
@@ -632,7 +633,8 @@ def main(argv=None):
     try:
         if to_eval is not None or to_play is not None:
             if not set(given) <= set(FOR_EVAL):
-                raise BadInput(f"a trained model keeps its settings: only {', '.join(FOR_EVAL)} may be given")
+                raise BadInput("a trained model keeps its settings: with --eval or --play, give only "
+                               + ", ".join(flag for flag, f in flags.items() if f.name in FOR_EVAL))
             for cell in cells:
                 if to_play is not None:
                     play(to_play, **cell)
@@ -645,7 +647,7 @@ def main(argv=None):
             build(cfg)                                    # a bad setting is refused before the first run
         mine = grid[rank::processes]
         if not mine:
-            print(f"process {rank} of {processes} has no run: the grid has only {len(grid)}")
+            print(f"process {rank} of {processes} has no run, because the grid has only {len(grid)}")
         code = max(map(run, mine), default=0)
         if mine and not code:
             print(f"next    python plot.py curve {' '.join(str(folder_of(cfg)) for cfg in mine)}")
