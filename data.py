@@ -1,5 +1,6 @@
 """
-The tasks. A task is a few lines of Python that write a program, and Python itself executes that program.
+The tasks. A task is a few lines of Python that write a program, and Python itself executes that program. (The task
+`group` is the exception: its words are drawn as numbers.)
 
 So Python decides what a `print` shows, and what the variables hold after a line. The function `run` executes the
 lines, and the method `to_batch` turns them into arrays.
@@ -11,7 +12,7 @@ lines, and the method `to_batch` turns them into arrays.
   arith      sums and differences (P2 section 4, appendix C)
   trace      function calls, unrolled into straight-line programs of the lines that ran (P2 section 2)
   group      word problems: products in finite groups (Merrill et al. 2404.08819); a token is an element, not text
-  pfsa       REPL traces with hidden branches (P1 section 5), in pfsa.py
+  pfsa       REPL traces with hidden branches (P1 section 5), in pfsa.py; `python pfsa.py` shows a sample
 
 Words. A *program* consists of lines of source, and a *command* is a line that changes variables. A *trace* is a
 program together with what it prints. An *answer* is the last word of a printed line, or what follows == in an assert.
@@ -19,8 +20,9 @@ The *state* is what the variables hold after a line. A state of fixed size has *
 and each slot holds one of a few classes. A *stage* LxS is one part of a curriculum: its traces have L commands (or
 lines), with a print after every S-th. Symbols: B traces in a batch, T tokens, L length, S spacing, n variables.
 
-A program is held out for testing if a hash of its text is 0 modulo 8, and all other programs are for training. A
-batch depends only on (seed, split, stage, its number t, size), so batches are drawn again instead of being stored.
+A program is held out for testing if a hash of its text is 0 modulo 8, and all other programs are for training. (The
+task trace hashes a part of the text, and fixed stages of pfsa hold nothing out.) A batch depends only on (seed, split,
+stage, its number t, size), so batches are drawn again instead of being stored.
 
 Read `run` and the class `Repl` first. You can stop at the section "trace": the rest turns functions into traces.
 
@@ -38,7 +40,6 @@ import contextlib
 import datetime
 import dis
 import hashlib
-import importlib
 import json
 import multiprocessing
 import os
@@ -70,7 +71,7 @@ class BadInput(ValueError):
 # Tokenizer: characters, and lexemes, which are pieces of Python that would otherwise cost several tokens
 
 PAD = 0                                             # the byte NUL, which fills up the shorter traces of a batch
-ASKED, STATE = 1, 2                                 # marks of tokens: part of an answer; of a state in the text
+ASKED, STATE = 1, 2                                 # marks of tokens in an answer, and in a state in the text
 LEXEMES = (
     ">>> ", "print('", "', ", ")\n", " = ", ", ",                                           # repl
     "assert ", " == ", " ^= ", " + ", " - ", "a[", "], a[", "] = a[", "  # ",               # parity, listperm, arith
@@ -124,7 +125,7 @@ class Tokenizer:
 
 class Line(NamedTuple):
     """A line of a trace."""
-    source: str                   # the source that was executed; "" for a printed line
+    source: str                   # the source that was executed; "" for a line that was not executed
     text: str                     # the line in the trace, with prompt and newline
     answer: str                   # the end of `text`, which a model must predict; "" if none
     state: object = None          # the state after the line, as `see` returns it
@@ -140,7 +141,7 @@ def compiled(source):
 
 
 def run(program, memory, prompt="", see=None):
-    """Execute a program's lines one by one in `memory`, a flat namespace. -> list of Lines, printed lines included.
+    """Execute a program's lines one by one in `memory`, a dict of variables. -> list of Lines, also of printed ones.
 
     program: an iterable of source lines, each a whole statement. A generator may read `memory` before it yields a
     line. see(memory, source): returns the state to record after a line. An answer is a printed line's last word, or
@@ -175,7 +176,7 @@ class Stage(NamedTuple):
 def parse_stages(text):
     """'8x1 16x2' -> [Stage(8, 1), Stage(16, 2)]. Raises BadInput for a bad stage."""
     stages = []
-    for word in text.split() or [text]:
+    for word in text.split() or [text]:                   # an empty text is one bad stage
         match = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?(?::(\w+))?", word)
         if not match:
             raise BadInput(f"'{word}' is not a stage: write LENGTHxSPACING, as in \"8x1 16x2 64x8\"")
@@ -188,14 +189,14 @@ def parse_stages(text):
 class Batch(NamedTuple):
     """B traces of T tokens, as arrays here and as tensors in train.py."""
     tokens: np.ndarray                    # (B, T) int64: what a model reads; PAD after the trace's end
-    target: np.ndarray                    # (B, T) int64: the next token; PAD if there is none
+    target: np.ndarray                    # (B, T) int64: the next token, in group the product so far; else PAD
     asked: np.ndarray                     # (B, T) bool: the target is part of an answer
     state_in_text: np.ndarray             # (B, T) bool: the target is part of a state in the text
     line_end: np.ndarray                  # (B, T) bool: the token is the last of a line
     state: np.ndarray | None = None       # (B, T, slots) int64: classes at line ends; -1 elsewhere or if not set
-    state_tokens: np.ndarray | None = None  # (B, lines, W) int64: the state after each line as text, then PAD
-    belief: np.ndarray | None = None      # (B, T, m) float32: pfsa, the belief P(state | text so far)
-    predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, the exact probability of each answer
+    state_tokens: np.ndarray | None = None  # (B, lines, longest) int64: the state after each line as text, then PAD
+    belief: np.ndarray | None = None      # (B, T, m) float32: pfsa, P(each of m states | text so far)
+    predictive: np.ndarray | None = None  # (B, T, n) float32: pfsa, P(each of n answers | text so far), at answers
 
 
 def pad(rows, value=PAD):
@@ -217,7 +218,8 @@ class Task:
     stage must have the same number of answers, each of one token; if `whole`, one answer of any number of tokens.
 
     states: how the state supervises training. "linear": a linear head predicts the slots' classes. "transformer" or
-    "contrastive": that state head (see models.py) learns the state as text. "text": states are comments in the trace.
+    "contrastive": the state head of this name in models.py learns the state as text. "text": states are comments in
+    the trace.
     "none": not at all. "auto": linear if there are slots, else none. Raises BadInput for bad values."""
     prompt = ""
     curriculum = "8x1"
@@ -254,7 +256,8 @@ class Task:
         return [Stage(last.length, last.spacing), Stage(2 * last.length, last.spacing)]
 
     def chance(self, stage, programs=1000):
-        """Accuracy of always guessing the most frequent answer, counted over training programs."""
+        """Accuracy of always guessing the most frequent answer, counted over training programs. Raises BadInput
+        if the answers are not as the docstring of Task demands."""
         rng = random.Random(0)
         traces = [self.draw(rng, stage, "train") for _ in range(programs)]
         self.check_answers(traces)
@@ -295,7 +298,8 @@ class Task:
 
     def spans(self, line):
         """A Line -> the pieces of its text, [(text, mark), ...]. The mark is ASKED for an answer, STATE for a state in
-        the text, else 0. With states in the text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`."""
+        the text, else 0. With states in the text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`; no state follows a
+        print or what it prints."""
         if line.answer:
             end = f"{line.answer}\n" if self.whole else line.answer
             before, _, after = line.text.rpartition(end)
@@ -340,7 +344,7 @@ class Task:
         batch = Batch(tokens, target, marks == ASKED, marks == STATE, line_end)
         if self.states == "linear":
             batch = batch._replace(state=np.full((*tokens.shape, self.n_slots), -1))
-            batch.state[line_end] = [line.state for lines in traces for line in lines]
+            batch.state[line_end] = [line.state for lines in traces for line in lines]    # trace by trace
         if self.states in ("transformer", "contrastive"):
             return batch._replace(state_tokens=self.state_tokens(traces))
         return batch
@@ -384,10 +388,11 @@ class Repl(Task):
         self.n_vars, self.moves, self.names = n_vars, moves, LETTERS[:n_vars]
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
-        easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
-        self.curriculum = " ".join([*easier, self.curriculum])
         if n_vars == 2:                                   # short stages would have too few programs
             self.curriculum = "8x1 16x2 32x4 64x8"
+        else:
+            easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
+            self.curriculum = " ".join([*easier, self.curriculum])
         super().__init__(**others)
 
     def program(self, rng, stage, memory):
@@ -433,8 +438,9 @@ class Repl(Task):
 
 class Inverse(Repl):
     """A print asks which variable held a value at the start (P1 Figure 7). The trace does not show the values at the
-    start. A line like `if a != 3: exit()` reveals that a holds 3 now, and the print after it asks which variable held 3
-    at the start. So the state names, for each variable, the one that held its present value at the start."""
+    start. A line like `if a != 3: exit()` reveals that a holds 3 now, and the print after it asks which variable held
+    3 at the start. So the state names, for each variable, the one that held its present value at the start. About half
+    of the answers of 64x8 can be copied: the same line was printed before."""
     characters = Repl.characters + "if a != 1: exit() 'abcde'[start.index(1)]"
 
     def start(self, rng, memory):
@@ -450,6 +456,11 @@ class Inverse(Repl):
 
     def text(self, memory):
         return super().text({name: self.names[i] for name, i in zip(self.names, self.slots(memory))})
+
+
+def draw_length(rng, stage):
+    """A program's length: L, or in a stage L:M (as in P2's curriculum) a random number from M to L."""
+    return rng.randint(int(stage.kind), stage.length) if stage.kind else stage.length
 
 
 class Parity(Task):
@@ -516,14 +527,14 @@ class Arith(Task):
     def program(self, rng, stage, memory):
         length = draw_length(rng, stage)
         needed = ["a"]                                     # variables that a later line reads
-        new_names = sorted(LETTERS[1:], reverse=True)      # if x is new, it is [-2]; if y is new, [-1]
+        new_names = sorted(LETTERS[1:], reverse=True)      # z first; a new y takes the last, a new x the one before
         lines = []                                         # the last one first
         while len(lines) < length:
             target = rng.choice(needed)
             x = rng.choice([self.number(rng), rng.choice(needed), new_names[-2]])
             y = rng.choice([self.number(rng), rng.choice(needed), new_names[-1]])
             used = {operand for operand in (x, y) if operand in LETTERS}
-            needed_before = sorted({*needed} - {target} | used)
+            needed_before = sorted(({*needed} - {target}) | used)     # a line may read its own target
             if needed_before:
                 needed = needed_before
                 new_names = [name for name in new_names if name not in used]
@@ -544,11 +555,6 @@ class Arith(Task):
         return [Stage(length) for length in (last.length, 2 * last.length) if length <= 12]
 
 
-def draw_length(rng, stage):
-    """A program's length: L, or in a stage L:M (as in P2's curriculum) a random number from M to L."""
-    return rng.randint(int(stage.kind), stage.length) if stage.kind else stage.length
-
-
 # ----------------------------------------------------------------------------------------------------------
 # group: words, which are sequences of group elements; the label of an element is the product so far
 
@@ -566,12 +572,12 @@ GROUPS = {  # name: generators
     "Z60": [permutation(12, (0, 1, 2), (3, 4, 5, 6), (7, 8, 9, 10, 11))],      # order 3 * 4 * 5
     "S3": [permutation(3, (0, 1)), permutation(3, (0, 1, 2))],
     "S4": [permutation(4, (0, 1)), permutation(4, (0, 1, 2, 3))],
-    "A5": [permutation(5, (0, 1, 2)), permutation(5, (0, 1, 2, 3, 4))],  # smallest non-solvable group
+    "A5": [permutation(5, (0, 1, 2)), permutation(5, (0, 1, 2, 3, 4))],
     "S5": [permutation(5, (0, 1)), permutation(5, (0, 1, 2, 3, 4))],
     "S5swaps": [permutation(5, pair) for pair in combinations(range(5), 2)],
 }
-GROUPS |= {"S4two": GROUPS["S4"], "A5two": GROUPS["A5"]}
-FEW = ["S5swaps", "S4two", "A5two"]                  # words over these use the generators only, not all elements
+GROUPS |= {"S4two": GROUPS["S4"], "A5two": GROUPS["A5"]}       # the same groups, but:
+GENERATORS_ONLY = ["S5swaps", "S4two", "A5two"]      # their words consist of the generators, not of all elements
 
 
 def closure(generators):
@@ -590,7 +596,8 @@ def closure(generators):
 class Group(Task):
     """A word is a sequence of elements g_1 g_2 ... of a finite group. After each, the answer is the product so far.
 
-    A word begins with the token 1, at which a recurrence can set up its hidden state. Element i is the token 2 + i.
+    A word begins with the token 1, at which nothing is asked, so that a recurrence can set up its state. Element i is
+    the token 2 + i.
     By default there is no state head, because the answers are the states. In a stage L:M, words contain only elements
     that move at most M points. A batch has size * (32 // L) words, but at least `size`, so that the batches of all
     stages up to 32 are about equally large."""
@@ -600,7 +607,7 @@ class Group(Task):
 
     def __init__(self, group="S5", states="auto", **others):
         self.elements, self.mul = closure(GROUPS[group])
-        alphabet = GROUPS[group] if group in FEW else self.elements
+        alphabet = GROUPS[group] if group in GENERATORS_ONLY else self.elements
         self.alphabet = [self.elements.index(element) for element in alphabet]
         self.moved = [sum(x != y for x, y in enumerate(element)) for element in self.elements]
         self.n_classes = len(self.elements)
@@ -658,25 +665,29 @@ class Group(Task):
 # ----------------------------------------------------------------------------------------------------------
 # trace: a function call, unrolled into the lines that run (P2 section 2, appendix A)
 #
-#     for x in xs:        xs, n = [1, 2], 0
-#         n += x     ->   forloop0 = iter((xs))
-#     return n            x = next(forloop0)  ...  assert (n) == 3
+#     def f(xs, n):
+#         for x in xs:        xs, n = [1, 2], 0
+#             n += x     ->   forloop0 = iter((xs))
+#         return n            x = next(forloop0)  ...  assert (n) == 3
+#     f([1, 2], 0)
 #
 # Python itself runs the function, so control flow and scopes are Python's. Hooks, calls that we insert into its syntax
-# tree, record each statement that has run, and the locals after it. Then Python runs the trace, a script with one flat
-# namespace, here and in other processes. If the trace's states differ from the function's, the call is rejected. This
-# happens when a helper function reads a global that is named like a local, or when the output depends on the clock.
+# tree, record each statement that has run, and the locals after it. A statement that changes nothing leaves no line,
+# nor do `try`, `with` and `match` themselves. Then the trace, which has only global variables, runs as a script, here
+# and in other processes. If its states differ from the function's, the call is rejected. This happens when a helper
+# function reads a global that is named like a local, or when the output depends on the clock.
 
 class Rejected(BaseException):
     """Says why a call is rejected. It is no Exception, because `except Exception` in the function would catch it."""
 
 
 def literal(x, inside=()):
-    """-> the source of a value that is made of built-in types, else None. Equal sets have equal source."""
+    """-> the source of a value made of bool, int, float, complex, str, bytes, None, list, tuple, set and dict, or None
+    for any other. The items of a set are sorted, so their order does not matter."""
     kind = type(x)
     if kind in (bool, str, bytes, type(None)):
         return repr(x)
-    if kind is int and x.bit_length() > 14_000:                           # Python refuses to print it
+    if kind is int and x.bit_length() > 14_000:                           # more than 4,214 digits: Python prints 4,300
         return None
     if kind in (int, float, complex):
         return repr(x) if x - x == 0 else None                            # inf and nan have no literal
@@ -708,7 +719,7 @@ def state_text(state):
 
 def snapshot(x, used, depth=3):
     """-> something to compare: two snapshots of x differ if x has changed in between. used: whether the condition of
-    an if or while names x. If so, an iterator that cannot be inspected counts as changed."""
+    an if or while names x. If so, an iterator that cannot be inspected counts as changed: it may have advanced."""
     with contextlib.suppress(Exception):                                  # a lambda cannot be pickled
         return pickle.dumps(x)
     if isinstance(x, (list, tuple)):
@@ -727,7 +738,8 @@ class Tracer(ast.NodeTransformer):
 
     source: the program's text; function, call: syntax trees. lines: the source of each line that ran; states: {name:
     literal} after each line; last: the source of the returned value, later the assert; end: the state at the return."""
-    limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}       # P2 appendix A
+    # P2 appendix A, in the order of `sizes` in check_limits. The trace's characters are those of the lines that ran.
+    limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}
 
     def __init__(self, source, function, call):
         self.source, self.function, self.call, self.loops = source, function, call, 0
@@ -751,7 +763,7 @@ class Tracer(ast.NodeTransformer):
         return ast.unparse(node) if "\n" in text or decorated or bare else text
 
     def hook(self, method, text="", value=None):
-        """The syntax tree of _tracer.method(value, text, _locals())."""
+        """The syntax tree of _tracer.method(value, text, _locals()). The locals are those after value."""
         tree = ast.parse(f"_tracer.{method}(None, {text!r}, _locals())", mode="eval").body
         if value:
             tree.args[0] = value
@@ -765,14 +777,15 @@ class Tracer(ast.NodeTransformer):
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = simple
 
     def visit_Expr(self, node):
-        docstring = isinstance(node.value, ast.Constant)
-        return node if docstring else self.simple(node)
+        does_nothing = isinstance(node.value, ast.Constant)             # such as a docstring
+        return node if does_nothing else self.simple(node)
 
     def visit_AnnAssign(self, node):
         """Inside a function, Python does not evaluate annotations, and `y: int` alone does nothing."""
         return self.simple(node, f"{self.text(node.target)} = {self.text(node.value)}") if node.value else node
 
     def visit_If(self, node):
+        """The condition becomes _tracer.test((_tracer.before(...), condition), text, _locals())."""
         text = self.text(node.test)
         before_and_value = ast.Tuple([self.hook("before", text), node.test], ast.Load())
         node.test = self.hook("test", text, before_and_value)
@@ -809,17 +822,17 @@ class Tracer(ast.NodeTransformer):
 
     def arguments(self):
         """{parameter: source of its argument or default}, used for values that have no literal."""
-        given, arguments = self.function.args, self.call.args
-        if isinstance(self.call.func, ast.Attribute):                     # Solution().twice(3): self is Solution()
-            of_class = "classmethod" in map(ast.unparse, self.function.decorator_list)
-            made = self.call.func.value
-            arguments = [made.func if of_class else made, *arguments]
-        names = [x.arg for x in given.posonlyargs + given.args]
-        nodes = dict(zip(reversed(names), reversed(given.defaults)))
-        nodes |= dict(zip([x.arg for x in given.kwonlyargs], given.kw_defaults))
+        parameters, arguments = self.function.args, self.call.args
+        decorators = [*map(ast.unparse, self.function.decorator_list)]
+        if isinstance(self.call.func, ast.Attribute) and "staticmethod" not in decorators:
+            made = self.call.func.value                                   # Solution().twice(3): self is Solution()
+            arguments = [made.func if "classmethod" in decorators else made, *arguments]
+        names = [x.arg for x in parameters.posonlyargs + parameters.args]
+        nodes = dict(zip(reversed(names), reversed(parameters.defaults)))
+        nodes |= dict(zip([x.arg for x in parameters.kwonlyargs], parameters.kw_defaults))
         nodes |= dict(zip(names, arguments)) | {x.arg: x.value for x in self.call.keywords}
-        if given.vararg:
-            nodes[given.vararg.arg] = ast.Tuple(arguments[len(names):], ast.Load())
+        if parameters.vararg:
+            nodes[parameters.vararg.arg] = ast.Tuple(arguments[len(names):], ast.Load())
         return {name: ast.unparse(node) for name, node in nodes.items() if node}
 
     def line(self, value, text, names):
@@ -847,7 +860,7 @@ class Tracer(ast.NodeTransformer):
         return value
 
     def check_limits(self):
-        """Raise Rejected if the trace is too long."""
+        """Raise Rejected if the trace exceeds one of the limits."""
         code = "\n".join([*self.lines, self.last])
         states = "".join(name + text for state in self.states for name, text in state.items())
         sizes = self.calls, len(self.lines) - self.extra, len(code), len(states)
@@ -858,7 +871,7 @@ class Tracer(ast.NodeTransformer):
 
 @contextlib.contextmanager
 def blame(what):
-    """Turn an exception into a Rejected. Its text says what, such as "the code", raised which exception."""
+    """Turn an exception into a Rejected. Its text is `what`, such as "the code", and the name of the exception."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -876,7 +889,7 @@ def execute(program, **names):
 def names_in(statements):
     """-> the global names that statements and the functions in them read, and the global names that they assign."""
     codes, read, made = [compile(ast.Module(statements, []), "", "exec")], set(), set()
-    for code in codes:
+    for code in codes:                                                    # the list grows: functions inside functions
         codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
@@ -887,8 +900,9 @@ def names_in(statements):
 
 
 def around(tree, function, keep_defs):
-    """-> the program's statements, except `function`, those that need it directly or indirectly, and `if __name__ ...`.
-    keep_defs: all functions and classes stay, even `function`, because some functions pass themselves on."""
+    """-> the program's statements, except `function`, those that need it or what has gone before them, and `if
+    __name__ ...`. keep_defs: all functions and classes stay, even `function`, for a function that is passed on as a
+    value, or that a statement of the trace needs."""
     gone, kept = {function.name} if function in tree.body else set(), []
     for statement in tree.body:
         read, made = names_in([statement])
@@ -905,10 +919,10 @@ def find_call(tree, call):
     methods = {(owner.name, x.name): x for owner in tree.body if isinstance(owner, ast.ClassDef)
                for x in owner.body if isinstance(x, ast.FunctionDef)}
     with blame("the input"):
-        given = ast.parse(f"_({call['input']}\n)", mode="eval").body
+        parsed = ast.parse(f"_({call['input']}\n)", mode="eval").body
     name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
     owners = [owner for owner, method in methods if method == name and name not in functions]
-    match given:                                                          # f(...), or Class().method(...)?
+    match parsed:           # a whole call, f(...) or Class().method(...); but if there is an f, what f is called with
         case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if (
                 inner == name and name in functions):
             return functions[name], ast.unparse(whole), whole
@@ -931,14 +945,12 @@ def unroll(call, keep_defs=False):
     """Run a function call and make its trace (P2 section 2). This executes the call's code: see `guarded`.
 
     The code runs with hooks, then without them, for the output. Then the trace runs, to compare the states.
-    call: {"id", "code", "input"}, and optionally "output", "name" (by default f, else the last function) and "imports"
-    (see `with_imports`). The input is the arguments or the whole call. A method is called on Class(), unless the input
-    is a whole call such as Class().method(3). keep_defs: see `around`.
+    call: {"id", "code", "input"}, and optionally "output" and "name" (by default f, else the last function). The input
+    is the arguments or the whole call. A method is called on Class(), unless the input is a whole call such as
+    Class().method(3). keep_defs: see `around`.
     -> a row {"id", "source", "call", "output", "trace", "states", "end", "steps"}. Raises Rejected."""
     source = call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     with blame("the code"):
-        if call.get("imports"):
-            source = with_imports(source)
         tree = ast.parse(source)
     function, called, expression = find_call(tree, call)
     with blame("the code"):
@@ -947,14 +959,14 @@ def unroll(call, keep_defs=False):
     tracer = Tracer(source, function, expression)
     texts = [tracer.text(x) for x in kept]                                # before hooks are inserted into them
     tracer.put_hooks()
-    hooked = failure = None
+    hooked = failure = None                               # a failure counts only if the run without hooks succeeds
     try:                                                                  # comes first, as the hooks stop endless loops
         memory = execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals)
         tracer.reset()                                                    # the code itself may have called the function
         hooked = eval(called, memory)
         tracer.check_limits()                                             # `except:` may have caught a Rejected
     except (Exception, SystemExit) as error:
-        failure = error.with_traceback(None)                              # raised below, if the plain run succeeds
+        failure = error.with_traceback(None)                              # raised below; without this run's variables
     with blame("the code"):
         memory = execute(source)
     with blame("calling the function"):
@@ -1010,7 +1022,7 @@ def replay(trace, states, end):
             _see=lambda names: seen.append(literals(names)))
     others, states = seen.pop(0), [*states, end]                          # others: globals before the function's lines
     variables = {name for state in states for name in state} - others.keys()
-    for state, found in zip(states, seen):
+    for state, found in zip(states, seen):                # a global counts only where the function has a variable of it
         if {name: found[name] for name in found if name in variables or name in state} != state:
             raise Rejected("its trace has other states")
 
@@ -1029,7 +1041,7 @@ def split_trace(row):
 # code writes elsewhere stay. This helps against accidents, but it is no protection against attacks.
 
 def limited(folder, file, seconds, work, arguments):
-    """Set limits to this process, which `guarded` has forked, then write to `file` what work(*arguments) returns."""
+    """Set limits for this process, which `guarded` has forked, then write to `file` what work(*arguments) returns."""
     try:
         import resource                                     # not on Windows
         with open("/proc/self/statm") as pages:
@@ -1056,8 +1068,8 @@ def limited(folder, file, seconds, work, arguments):
 
 
 def guarded(work, *arguments, seconds=3):
-    """Run work(*arguments) in a forked process with limits: `seconds` of CPU time, and four times as much wall time. ->
-    what work returns, which must fit into JSON, or {"reason"}. Raises OSError if no such process can be started."""
+    """Run work(*arguments) in a forked process with limits: `seconds` of CPU time, and four times as much wall time.
+    -> what work returns, which must fit into JSON, or {"reason"}. Raises OSError if no such process can be started."""
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile("w+") as file):
         context = multiprocessing.get_context("fork")
@@ -1080,7 +1092,8 @@ def guarded(work, *arguments, seconds=3):
 
 
 def try_guard():
-    """Raise OSError if this machine cannot run code with limits, as otherwise the rows of a file would be blamed."""
+    """Raise OSError if this machine cannot run code with limits. Otherwise every row of a file would be rejected for a
+    reason that is not its own."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise OSError("this system cannot fork processes: run trace on Linux")
     found = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
@@ -1089,7 +1102,7 @@ def try_guard():
 
 
 def agree(rows):
-    """For each [trace, states, end], whether `replay` finds the same states in a folder that is not empty."""
+    """For each [trace, states, end], whether `replay` finds the same states, here in a folder that is not empty."""
     found = []
     open("another file", "w").close()
     for row in rows:
@@ -1102,15 +1115,15 @@ def agree(rows):
 
 def witness():
     """Read lists of rows for `agree`, one JSON line each, and print what it returns, with the clock three years ahead.
-    A row that fails in a list is tried again alone."""
-    now, today = time.time, datetime.datetime
-    time.time, time.time_ns = (lambda: now() + 1e8), (lambda: int(1e9 * time.time()))
+    A row that fails in a list is tried again alone, because limits of time and memory hold for the whole list."""
+    real_time, real_datetime = time.time, datetime.datetime
+    time.time, time.time_ns = (lambda: real_time() + 1e8), (lambda: int(1e9 * time.time()))
     later = {"now": classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz)),
              "utcnow": classmethod(lambda cls: cls.utcfromtimestamp(time.time()))}
-    datetime.datetime = type("datetime.datetime", (today,), later)        # this name appears in repr
+    datetime.datetime = type("datetime.datetime", (real_datetime,), later)      # repr prints this name
     for name in "localtime", "gmtime", "ctime":
         setattr(time, name, lambda at=None, f=getattr(time, name): f(time.time() if at is None else at))
-    for name in "strftime", "asctime":                      # the last argument, a time, may be left out
+    for name in "strftime", "asctime":                      # if the last argument, a time, is missing, add it
         setattr(time, name, lambda *given, f=getattr(time, name), most=1 + (name == "strftime"): f(
             *given, *[time.localtime()] * (len(given) < most)))
     os.environ.clear()
@@ -1123,7 +1136,7 @@ def witness():
 
 def start_witnesses():
     """-> three processes that run `witness`, with other hash seeds, in another folder, with another command line."""
-    command = [sys.executable, "-c", "import data; data.witness()", *"abcdefgh"]
+    command = [sys.executable, "-c", "import data; data.witness()", *"abcdefgh"]      # a longer sys.argv than here
     here = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
     return [subprocess.Popen(command, env=here | {"PYTHONHASHSEED": seed}, cwd="/", text=True, start_new_session=True,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE) for seed in "123"]
@@ -1161,7 +1174,7 @@ def read_rows(path):
 
 
 def calls_in(name, row):
-    """A row of CRUXEval, of LiveCodeBench or of MBPP -> its calls, for `unroll`, or {"id", "reason"}."""
+    """A row of CRUXEval or of MBPP -> its calls, for `unroll`, or {"id", "reason"}."""
     try:
         if "test_list" in row:
             code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
@@ -1172,24 +1185,9 @@ def calls_in(name, row):
         if not isinstance(given, str):
             return [{"id": name, "reason": "input is not a string: give the arguments as Python source"}]
         output = output if output is None or isinstance(output, str) else repr(output)
-        return [{"id": name, "code": code, "input": given, "name": row.get("name", row.get("function_name")),
-                 "output": output, "imports": "function_name" in row}]
+        return [{"id": name, "code": code, "input": given, "name": row.get("name"), "output": output}]
     except (AttributeError, KeyError, TypeError):
         return [{"id": name, "reason": "the row has neither code and input nor code and test_list"}]
-
-
-MODULES = ("typing statistics copy re random operator string bisect heapq math functools itertools collections "
-           "datetime io json sys").split()
-
-
-def with_imports(code):
-    """-> the program, preceded by those imports of LiveCodeBench's grader that it needs."""
-    homes = {name: f"from {module.__name__} import {name}\n" for module in map(importlib.import_module, MODULES)
-             for name in getattr(module, "__all__", dir(module))} | {name: f"import {name}\n" for name in MODULES}
-    read, made = names_in(ast.parse(code).body)
-    lines = "".join(homes[name] for name in sorted(read - made - {*dir(builtins)}) if name in homes)
-    future = re.match("(from __future__ .*\n)*", code)[0]                # must stay first
-    return future + lines + code.removeprefix(future)
 
 
 def parts(test, code):
@@ -1209,8 +1207,8 @@ def calls_of(path):
 
 
 def write_traces(path, out, seconds=3):
-    """Unroll every call in a file. Traces go to `out`; rejected calls, with the reason, go to OUT.rejected.jsonl. After
-    Ctrl-C, both files consist of whole lines. Raises BadInput or OSError."""
+    """Unroll every call in a file. Traces go to `out`; rejected calls, with the reason, go to OUT.rejected.jsonl.
+    After Ctrl-C, both files consist of whole lines. Raises BadInput or OSError."""
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
     for name, times in Counter(call["id"] for call in calls_of(path)).items():
         if times > 1:                                       # checked before anything is written, as bad lines are
@@ -1291,9 +1289,9 @@ def random_rows(rng, statements):
 class Trace(Task):
     """The trace of a function call (P2 section 2). The assert asks for the output; the state is the variables, as text.
 
-    Functions are random, or their traces come from trace_file, whose code is not run again. In a stage L, L lines ran
-    before the assert, and in a stage L:M, M to L lines. The split depends only on the lines that ran, not on arguments
-    and output, so one function can have traces in both splits."""
+    Functions are random, or their traces come from trace_file, whose code is not run again. In a stage L, there are L
+    lines before the assert, that of the arguments included, and in a stage L:M, M to L lines. The split depends only
+    on the other lines, not on arguments and output, so one function can have traces in both splits."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
     whole = True
@@ -1353,11 +1351,11 @@ TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPer
 
 def show_samples(args):
     """Print samples of a task: traces with answers in [brackets], and the state beside each line."""
-    kind, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
+    task_class, (stage, *others) = TASKS[args.task], parse_stages(args.stage)
     if others:
         raise BadInput(f"--stage {args.stage}: give a single stage, such as {stage}")
-    given = {name: getattr(args, name) for name in kind.settings if getattr(args, name, None) is not None}
-    task = kind(states="transformer", **given)
+    given = {name: getattr(args, name) for name in task_class.settings if getattr(args, name, None) is not None}
+    task = task_class(states="transformer", **given)      # so that each line has its state, as text
     task.check_stage(stage)
     rng, chance = random.Random(args.seed), task.chance(stage)
     for number in range(args.samples):

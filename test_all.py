@@ -617,6 +617,7 @@ AROUND = [                                            # the same, with all of th
     ("class P:\n    def get(self): return 5\ndef f(x):\n    return x + 1", "P().get()", "class P:\n\n    def get(self):\n"
      "        return 5\nx = 5\nassert (x + 1) == 6"),
     ("class C:\n    k = 3\n    @classmethod\n    def make(cls, n): return cls.__name__ * n", "C().make(2)", RIGHT),
+    ("class C:\n    @staticmethod\n    def go(g, n): return g(n)", "C().go(lambda x: x + 1, 2)", RIGHT),
     ("class C:\n    def make(self, n):\n        m = n\n        return m\nprint(C().make(2))", "C().make(3)", RIGHT),
     ("class C:\n    def make(self): pass", "1", "no function at its top level: give a name"),
     ("import functools\ndef twice(g):\n    def h(x): return 7\n    return h\n@twice\ndef f(x): return x", "1",
@@ -793,30 +794,23 @@ def test_two_runs_give_the_same_bytes_and_nothing_is_overwritten(tmp_path):
     assert (tmp_path / "new.rejected.jsonl").read_text() == "kept"
 
 
-def test_rows_of_three_kinds_are_read_and_bad_ones_named(tmp_path):
+def test_rows_of_two_kinds_are_read_and_bad_ones_named(tmp_path):
     tests = ["assert add (1, 2) == 3", "assert add('a',\n  'b') == 'ab'", "assert add(1, 2) > 0",
              "assert add(1, 2) == 4", "assert set(add([1], [2])) == {1, 2}", "assert add(root, root) == 4.0"]
     mbpp = {"task_id": 7, "code": "class Two:\n    x = 2\ndef add(a, b):\r\n    return a + b",
             "test_setup_code": "root = Two().x", "test_imports": ["import math"], "test_list": tests}
-    live = {"code": "def h(x):\n    return 0\ndef f(x):\n    return x", "input": "h(x=4)", "function_name": "h"}
+    named = {"code": "def h(x):\n    return 0\ndef f(x):\n    return x", "input": "h(x=4)", "name": "h"}
     counts = {"code": "import collections\ndef f(x):\n    return collections.Counter(x)", "input": "'aa'",
               "output": "{'a': 2}"}
-    rows = ["", mbpp, {"code": "def f(): pass"}, HONEST, live, live | {"name": "f", "id": 9}, counts,
-            live | {"name": "g", "id": "g"}, HONEST | {"input": [1], "id": "l"}, HONEST | {"output": 2, "id": "n"},
-            {"code": "def c(xs: List[int]):\n    return sqrt(Counter(xs)[1]) + math.pi", "input": "c(xs = [1])",
-             "function_name": "c", "id": "c"},
-            {"code": "from __future__ import annotations\ndef k(xs: Lots):\n    heapify(xs)\n    return xs", "input": "[2, 1]",
-             "function_name": "k", "id": "k"},
-            {"code": "def f(x):\n    return " + "-" * 20000 + "x", "input": "1", "function_name": "f", "id": "deep"},
+    rows = ["", mbpp, {"code": "def f(): pass"}, HONEST, named, named | {"name": "f", "id": 9}, counts,
+            named | {"name": "g", "id": "g"}, HONEST | {"input": [1], "id": "l"}, HONEST | {"output": 2, "id": "n"},
+            {"code": "def f(x):\n    return " + "-" * 20000 + "x", "input": "1", "name": "f", "id": "deep"},
             {"code": "def f(x): return x", "test_list": [], "id": "none"}]
     path = write(tmp_path / "calls.jsonl", rows)
     data.write_traces(path, tmp_path / "out.jsonl")
     found = {row["id"]: row for row in written(tmp_path / "out.jsonl")}
     assert {name: row["output"] for name, row in found.items()} == {
-        "7/0": "3", "7/1": "'ab'", "7/5": "4", "line 4": "2", "line 5": "0", "9": "0", "line 7": "{'a': 2}", "n": "2",
-        "c": "4.141592653589793", "k": "[1, 2]"}
-    assert found["c"]["trace"].splitlines()[:4] == [
-        "from collections import Counter", "from typing import List", "import math", "from math import sqrt"]
+        "7/0": "3", "7/1": "'ab'", "7/5": "4", "line 4": "2", "line 5": "0", "9": "0", "line 7": "{'a': 2}", "n": "2"}
     assert found["7/0"]["trace"] == ("import math\nclass Two:\n    x = 2\nroot = Two().x\na, b = 1, 2\n"
                                      "assert (a + b) == 3")
     for name, row in found.items():
