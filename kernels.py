@@ -11,14 +11,14 @@ which make the rows of S decay. A gate is given by its logarithm, the log-gate g
 
 In words: read the value that S holds under the key k_t, and move this value towards v_t. As a matrix equation,
 
-    S_t = (I - beta_t k_t k_t^T / k_t^T k_t) diag(exp g_t) S_{t-1} + b_t k_t v_t^T,
+    S_t = (I - beta_t k_t k_t^T / k_t^T k_t) diag(exp g_t) S_{t-1} + b_t k_t v_t^T.
 
 The matrix in parentheses has the eigenvalues 1 (K-1 times) and 1 - beta_t. At beta = 2 it is a reflection, which
 loses nothing of S. With k = e_i - e_j, this reflection swaps the rows i and j of S.
 
-Dividing by |k_t|^2 (the projector form) keeps these eigenvalues for any |k_t| > 0. A unit key rounded to bf16 has
-|k|^2 = 1.005 or 0.995. Without the division, the eigenvalue at beta = 2 would therefore not be -1, and after a few
-thousand reflections the state would have exploded or vanished.
+Dividing by |k_t|^2 (the projector form) keeps these eigenvalues for any |k_t| > 0. If a unit key is rounded to bf16,
+|k|^2 can be off by up to 0.5 %. Without the division, the eigenvalue at beta = 2 would therefore not be -1, and after
+a few thousand reflections the state would have exploded or vanished.
 
 Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K). In the
 formulas for chunks, Q, K and V are the queries, keys and values of one chunk; all capitals except S have C rows.
@@ -65,12 +65,12 @@ def delta_rule_loop(q, k, v, beta, g, S):
     It uses unbind, because the backward of each x[:, t] would write a (B, T, H, K) tensor."""
     length = k.norm(dim=-1)
     length = length.where(length > 0, math.inf)                          # a zero key writes nothing
-    b = beta / length / length                        # not / length**2, whose gradient has |k|^4
+    b = beta / length / length                        # not / length**2: its gradient divides by |k|^4
     gates = [None] * q.shape[1] if g is None else g.exp().unbind(1)
     outputs = []
-    for q_t, k_t, v_t, b_t, g_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), b.unbind(1), gates):
-        if g_t is not None:
-            S = g_t[..., None] * S                                       # (B, H, K, V)
+    for q_t, k_t, v_t, b_t, gate_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), b.unbind(1), gates):
+        if gate_t is not None:
+            S = gate_t[..., None] * S                                     # (B, H, K, V)
         held = (k_t[..., None, :] @ S)[..., 0, :]                        # (B, H, V)
         d_t = b_t[..., None] * (v_t - held)
         S = S + k_t[..., None] * d_t[..., None, :]
@@ -90,17 +90,19 @@ def delta_rule_loop(q, k, v, beta, g, S):
 #
 # Only X, D and S' need a loop over chunks; the rest is computed for all chunks at once.
 #
-# With gates, let c = cumsum(g) within the chunk, and mid = c_C / 2. From step j to step i a channel decays by
+# With gates, let c = cumsum(g) within the chunk, and mid = c_C / 2. From step j to step i a row of S decays by
 # exp(c_i - c_j) = exp(c_i - mid) exp(mid - c_j). With this mid, no exponent is larger than |c_C| / 2. So let
 #
 #     Q_read = exp(c - mid) Q      K_read = exp(c - mid) K      K_write = exp(mid - c) K
 #
-# K_read replaces K where S is read, and K_write replaces K where S' is written. So P = tril(Q_read K_write^T), and
-# A uses K_read K_write^T, whose diagonal is still |k|^2. The state is multiplied by half = exp(mid) before and after
-# each chunk. In the formulas, S is the state after the first of these products, and S' the state before the second.
+# Q_read and K_read replace Q and K where S is read, and K_write replaces K where S' is written. So P = tril(Q_read
+# K_write^T), and A uses K_read K_write^T, whose diagonal is still |k|^2. The state is multiplied by half = exp(mid)
+# before and after each chunk. In the formulas, S is the state after the first of these products, and S' the state
+# before the second.
 #
-# The backward goes from the last chunk to the first, and starts from dO and dS'. Here dX is the gradient of X, likewise
-# for the other letters; * multiplies entry by entry:
+# The backward goes from the last chunk to the first, and starts from dO and dS'. Let Y = diag(b) X, so D = M Y. Here dX
+# is the gradient of X, likewise for the other letters, and G is the gradient of K_read K_write^T in A if b is constant.
+# * multiplies entry by entry, and sum_V sums over the V columns:
 #
 #     dD = P^T dO + K_write dS'           dY = M^T dD             dX = dV = diag(b) dY
 #     dS = dS' + Q_read^T dO - K_read^T dX
@@ -111,14 +113,15 @@ def delta_rule_loop(q, k, v, beta, g, S):
 #     dbeta = db / |k|^2                  dk = exp(c - mid) * dK_read + exp(mid - c) * dK_write - 2 b dbeta k
 #     dc = Q_read * dQ_read + K_read * dK_read - K_write * dK_write,  and add sum_V S' * dS' to row C
 #
-# and dg is the cumulative sum of dc from the end. No result depends on mid, so mid gets no gradient. Where gates
-# erase nearly all of S, dg is a small difference of large numbers, so its error is 5e-4 near the clamp, LOG_MIN.
+# and dg is the cumulative sum of dc from the end. Let the second product with half be one with exp(c_C - mid), which is
+# the same. Then no result depends on mid, so mid gets no gradient. Where gates erase nearly all of S, dg is a small
+# difference of large numbers, so its relative error is 5e-4 near the clamp, LOG_MIN.
 #
 # (I + A)^-1 is a triangular solve. The product (I - A)(I + A^2)(I + A^4)... is equal in exact arithmetic. But at
-# beta = 2 with nearly equal keys, the powers of A become too large for fp32 before they cancel.
+# beta = 2 with nearly equal keys, the powers of A become so large before they cancel that fp32 keeps few digits.
 
 def to_chunks(x, C, fill=0):
-    """(B, T, H, ...) -> (N*B*H, C, ...), chunk by chunk. The last one is padded, which does not change the state.
+    """(B, T, H, ...) -> (N*B*H, C, ...), first by chunk. Steps that fill up the last chunk leave the state unchanged.
 
     >>> to_chunks(torch.tensor([1, 2, 3, 4, 5]).view(1, 5, 1), C=2).tolist()
     [[1, 2], [3, 4], [5, 0]]
@@ -126,7 +129,7 @@ def to_chunks(x, C, fill=0):
     B, T, H = x.shape[:3]
     whole, rest = divmod(T, C)
     chunks = x.new_empty(math.ceil(T / C), B, H, C, *x.shape[3:])
-    view = chunks.transpose(2, 3).transpose(0, 1)                        # (B, N, C, H, ...), of the chunks
+    view = chunks.transpose(2, 3).transpose(0, 1)                        # (B, N, C, H, ...), the same memory
     view[:, :whole] = x[:, :whole * C].unflatten(1, (whole, C))
     if rest:
         view[:, whole, :rest] = x[:, whole * C:]
@@ -228,7 +231,7 @@ class DeltaRuleChunks(torch.autograd.Function):
         dQ_read = torch.bmm(dO, S.mT).baddbmm_(dP, K_write)
         dK_read = torch.bmm(G, K_write).baddbmm_(dX, S.mT, alpha=-1)
         dK_write = D @ dS_after.mT
-        if gated:                                                        # sum_V S' * dS'
+        if gated:                                                        # sum_V S' * dS', with S' = S + K_write^T D
             at_end = (S * dS_after).sum(-1) + (K_write * dK_write).sum(-2)
         del dO, dY, dS_after                                             # else the copies below set the memory peak
         dK_write.baddbmm_(dP.mT, Q_read).baddbmm_(G.mT, K_read)
@@ -261,9 +264,10 @@ class DeltaRuleChunks(torch.autograd.Function):
 #
 # M, P, b, betas, gates and the first and last state are fp32, as are their gradients. The rest has the dtype of q,
 # k and v; in bf16, gradients are up to 3 % off. A capital letter is a tile, the part of a tensor that a program holds;
-# the same small letter is a pointer to the tensor. K has n_k columns, padded to BK. The tile St is S transposed, BV x
-# BK, so the left factor of each product has 16 or 32 rows. With so few rows, Triton does not use wgmma, Hopper's
-# matrix instruction for 64 rows, with which similar scans gave wrong results (flash-linear-attention #640, #984).
+# the same small letter is a pointer to the tensor (but b_tile is the tile of b). K has n_k columns, padded to BK. The
+# tile St is S transposed, BV x BK, so the left factor of each product has 16 or 32 rows. With so few rows, Triton does
+# not use wgmma, Hopper's matrix instruction for 64 rows, with which similar scans gave wrong results
+# (flash-linear-attention #640, #984).
 #
 # In the loops, S is fp32. If it were rounded to bf16 where it is read, it would be 3 % off after 4,096 swaps. Tensor
 # cores multiply in bf16, so an fp32 tile is split into three bf16 tiles that add up to it. Then a bf16 tile times an
@@ -274,8 +278,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a
 
 @jit
 def parts(x):
-    """fp32 -> three bf16 numbers whose sum is x, the largest first. The mask keeps the first eight binary
-    digits of a number, because bf16 holds no more."""
+    """fp32 -> three bf16 numbers whose sum is x, the largest first. -65536 is the mask 0xFFFF0000: it keeps the
+    sign, the exponent and the first eight binary digits of a number, as bf16 does."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     middle = ((x - high).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), (x - high - middle).to(tl.bfloat16)
@@ -537,7 +541,7 @@ def why_not_triton(device, dtype, K, V):
 
 def swaps(B, T, H, K, V, gate=None, dtype=torch.float32, device="cpu"):
     """-> q, k, v, beta in dtype, and g, state in fp32. Beta is 2 and each key is along e_i - e_j, so each step swaps
-    two of five rows of the state. gate: the mean of the log-gates, or None for no gates."""
+    two of the first five rows of the state, and then adds 2 k v^T. gate: the mean log-gate, or None for no gates."""
     here = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     q = F.normalize(torch.randn(B, T, H, K, **here), dim=-1)
     v = torch.randn(B, T, H, V, **here) / math.sqrt(V)
@@ -594,7 +598,7 @@ def trial(device, dtype, K, V):
 
 
 def opaque(f):
-    """Hide f from torch.compile. It is no decorator, because importing the compiler takes a second."""
+    """Hide f from torch.compile. As a decorator, it would import the compiler, which takes a second."""
     return torch.compiler.disable(f) if torch.compiler.is_compiling() else f
 
 
@@ -650,9 +654,9 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     backends loop and torch use it. All tensors are differentiable, once. Keys may be zero, or have any length from
     1e-12 (1e-6 with gates at the clamp) to 1e12. beta is not checked; outside [0, 2] the state explodes.
 
-    Raises ValueError, with the reason, for bad shapes and for a backend that is not available. On a GPU, "auto"
-    first tries the kernels, and warns if it rejects them, so call it before you capture a CUDA graph. "triton" does
-    not try them, so with a Triton before 3.6 you get Triton's own error."""
+    Raises ValueError, with the reason, for bad shapes and for a backend that is not available. On a GPU, the first call
+    of "auto" with a dtype, K and V tries the kernels, and warns if it rejects them. So make this call before you
+    capture a CUDA graph. "triton" does not try them, so with a Triton that is too old you get Triton's own error."""
     if g is not None and g.dim() == 3:
         g = g[..., None]
     B, T, H, K, V = check_shapes(q, k, v, state, g, beta=beta)
@@ -682,7 +686,8 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
 def decay_scan(q, k, v, a=None, state=None, chunk=32):
     """S_t = a_t S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: Mamba-2's recurrence, or linear attention if a is None.
 
-    a: the decay (B, T, H), in [-1, 1]. All else is as in `delta_rule`, but backward() must be outside autocast."""
+    a: the decay (B, T, H), in [-1, 1]. All else is as in `delta_rule`, but chunk is a number, and
+    backward() must be outside autocast."""
     B, T, H, K, _ = check_shapes(q, k, v, state, a=a)
     dtype, C = torch.promote_types(v.dtype, torch.float32), min(chunk, T)
     with torch.autocast(v.device.type, enabled=False):
@@ -706,7 +711,7 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# python kernels.py: errors against the loop in float64, then after a long run, then times
+# python kernels.py: errors against the loop in float64; after a long run, against chunks in float64; then times
 
 @torch.no_grad()
 def drift(inputs, backend):
@@ -758,7 +763,7 @@ def main():
     print(f"{'B, T, H, K':>20s}" + "".join(f"{name:>20s}" for name in backends))
     for shape in shapes:
         clock(shape, dtype, device, backends)
-    print("notice: the chunks are much faster than the loop, and about as exact, even after 65,536 swaps")
+    print("notice: the chunks are much faster than the loop, and stay accurate after 65,536 swaps")
 
 
 if __name__ == "__main__":

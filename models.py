@@ -17,10 +17,11 @@ A *mixer* is the part of a layer that carries information from token to token, a
   transformer       softmax(q k^T) v with rotary positions; its state is the KV cache, which grows
   no_mixer          a control: shows what the convolution and the MLP can do alone
 
-Mixers with a matrix S have the output o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2, the eigenvalue
-1 - beta_t can be as low as -1. Swapping two rows in one step needs that, because a swap is a reflection. With
-beta_max = 1, the eigenvalue stays in [0, 1]. The model "a+b" alternates the mixers a and b, block by block. The same
-short convolution precedes every mixer; conv=0 leaves it out.
+Keys and queries have length 1, and g is the gate, of which kernels.py takes the logarithm. Mixers with a matrix S have
+the output o_t = S_t^T q_t, and differ in a few lines. With beta_max = 2, the eigenvalue 1 - beta_t can be as low as -1.
+Swapping two rows in one step needs that, because a swap is a reflection. With beta_max = 1, the eigenvalue stays in [0,
+1]. The model "a+b" alternates the mixers a and b, block by block. The same short convolution precedes every mixer;
+conv=0 leaves it out.
 
 All mixers have forward(x, state) -> (y, state). In training, x is the whole sequence. In --play, x is one line at a
 time, and in a long evaluation one segment at a time. The *state* is what a mixer carries from token to token; None
@@ -57,8 +58,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Linear(nn.Linear):
-    """`init_weights` draws the weights from N(0, 1 / (terms * inputs)), so the sum of `terms` outputs has the variance
-    of one input. The bias starts at 0."""
+    """terms: how many layers' outputs are added up, in the residual stream. `init_weights` draws the weights from
+    N(0, 1 / (terms * inputs)), so this sum has the variance of one input. The bias starts at 0."""
 
     def __init__(self, inputs, outputs, bias=False, terms=1):
         super().__init__(inputs, outputs, bias)
@@ -133,8 +134,9 @@ class LinearAttention(nn.Module):
 
 
 class Bit(torch.autograd.Function):
-    """A bit minus 1/2: z/4, clipped to [-1/2, 1/2]. Its gradient is that of sigmoid(z) (a straight-through estimator,
-    1308.3432), so training can move a bit away from either end again."""
+    """A *bit* is a number from 0 to 1 that is exactly 0 or 1 where |z| >= 2. This function returns the bit minus 1/2,
+    so that it is centred at 0: z/4, clipped to [-1/2, 1/2]. Its gradient is that of sigmoid(z) (a straight-through
+    estimator, 1308.3432), so training can move a bit away from either end again."""
 
     @staticmethod
     def forward(ctx, z):
@@ -202,7 +204,7 @@ class DeltaProduct(DeltaNet):
     Householder matrix), so a token can apply a product of reflections."""
 
     def __init__(self, cfg):
-        self.steps = cfg.n_householder
+        self.steps = cfg.n_householder                                  # first, because super().__init__ reads it
         super().__init__(cfg)
 
     def scan(self, x, q, k, v, S):
@@ -237,10 +239,10 @@ def turn(x, angle):
 
 
 class RotarySSM(SSM):
-    """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token rotates pairs of rows of the
-    state by angles that the token chooses. Instead of the state, the code rotates k and q, by the sum of all angles so
-    far; so R_t at the top of this file rotates by minus the token's angle. State: the scan's state, which is not
-    rotated, and the sum of the angles, (B, 1, D/2)."""
+    """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token rotates pairs of rows of the state by
+    angles that the token chooses. The code does not rotate the state. It rotates k and q by the sum of the angles so far,
+    which gives the same outputs if R_t at the top of this file rotates by minus the token's angle. State: the scan's
+    state, which is not rotated, and the sum of the angles, (B, 1, D/2)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -325,8 +327,8 @@ class Attention(nn.Module):
         if state:
             k = torch.cat([state[0], k], 2)
             v = torch.cat([state[1], v], 2)
-        # With causal_lower_right, the last query sees all keys. The mask object also is a float tensor of the shape
-        # (2, T, past + T), which costs memory but is never read.
+        # With causal_lower_right, the last query sees all keys. The mask object is also a float tensor of the shape
+        # (2, T, past + T), which is never read but costs memory, so it is made only after a state.
         mask = causal_lower_right(q.shape[2], k.shape[2]) if state else None
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not state)
         y = self.out(o.transpose(1, 2).flatten(2))
@@ -416,9 +418,9 @@ class Block(nn.Module):
 
 class LM(nn.Module):
     """`forward` returns hidden vectors (Transformers' last_hidden_state), and `head` maps them to logits for the next
-    token. `to_state` is a state head (see below). If it is a LinearHead, with n_slots and n_classes, it maps hidden
-    vectors to logits for the program's state. `load` in train.py has an example. cfg has model, d_model, d_mlp,
-    n_layer, n_head, conv, beta_max, gates, n_householder and states."""
+    token. `to_state` is a state head (see below), or nn.Identity if there is none. A LinearHead maps hidden vectors
+    to logits (n_slots, n_classes) for the program's state. `load` in train.py has an example. cfg has model, d_model,
+    d_mlp, n_layer, n_head, conv, beta_max, gates, n_householder and states."""
 
     def __init__(self, cfg, vocab_size, n_slots=0, n_classes=0):
         super().__init__()
@@ -497,7 +499,7 @@ class LinearHead(nn.Linear):
     probability to each state that the program may have.
 
     Labels that are classes are smoothed: of n classes, the right one has the target 1 - smooth + smooth / n, and any
-    other has smooth / n. So there still is a gradient when all predictions are right."""
+    other has smooth / n. So the loss is smallest at finite logits, and predictions that are too certain cost."""
     smooth = 0.1
 
     def __init__(self, cfg, n_slots, n_classes):
@@ -518,13 +520,13 @@ class LinearHead(nn.Linear):
                                    label_smoothing=self.smooth)
         belief = batch.belief[batch.line_end]                           # (N, n_classes)
         known = belief.sum(-1) > 0
-        return F.cross_entropy(logits[known, 0], belief[known])
+        return F.cross_entropy(logits[known, 0], belief[known])        # a task with beliefs has one slot
 
 
 def stated_lines(batch):
     """-> for the N lines that have their program's state as text: the index of the trace (N,), the index of the line's
     last token (N,), and the tokens of the text (N, W)."""
-    trace, line = (batch.state_tokens[..., 0] != PAD).nonzero(as_tuple=True)
+    trace, line = (batch.state_tokens[..., 0] != PAD).nonzero(as_tuple=True)    # other lines begin with PAD
     ends = pad_sequence([row.nonzero()[:, 0] for row in batch.line_end], batch_first=True)    # (B, lines)
     return trace, ends[trace, line], batch.state_tokens[trace, line]
 
@@ -569,8 +571,8 @@ class ContrastiveHead(nn.Module):
         same = trace[:, None] == trace                                  # (N, N), lines of one trace
         occurs = same.float() @ F.one_hot(number).float() > 0           # (N, U), the states of a line's trace
         line_to_state = F.cross_entropy(logits.where(occurs, -math.inf), number)
-        backward = logits.T[number].where(same, -math.inf)              # (N, N), from a line's state to lines
-        state_to_line = (backward.logsumexp(1) - backward.diagonal()).mean()
+        to_lines = logits.T[number].where(same, -math.inf)              # (N, N), from a line's state to lines
+        state_to_line = (to_lines.logsumexp(1) - to_lines.diagonal()).mean()
         return (line_to_state + state_to_line) / 2
 
 
@@ -581,19 +583,21 @@ def by_hand(task):
     """A one-layer DeltaNet with exact gates that executes commands. Its weights are written down here; nothing is
     trained. Raises ValueError if `task` is not a data.Repl. The model predicts the printed values, and no other token.
 
-    Each variable x has two rows of the state: new_x holds its value, and old_x is empty between two commands. The
-    columns are digits. Every beta is 2. Most keys are 0, and then nothing happens. A key that is the sum of two rows'
-    unit vectors swaps these rows and changes the signs of both. In a command with m names on each side, these rows are
+    Each variable x has two rows of the state (each stored twice, see below): new_x holds its value, and old_x is empty
+    between two commands. The columns are digits. Every beta is 2. Most keys are 0, and then nothing happens. A key that
+    is the sum of two rows' unit vectors swaps these rows and changes the signs of both. In a command with m names on
+    each side, these rows are
 
         at a name x left of =:              new_x, old_x    the value of x moves to old_x, with a minus
-        at the token after x right of =:    old_x, new_y    y, the name 2m tokens before x, takes it, with a plus
+        at the token after x right of =:    old_x, new_y    the value moves from old_x to new_y, with a plus
 
+    Here y is the name that takes the value of x: it stands 2m tokens before x, at the same place left of =.
     At the digit of "x = 5", the key is new_x, and the digit is written into this row, which is empty. The state has two
     copies of each row, so the key of a reflection has four entries of 1/2. Unlike 1/sqrt(2), fp32 represents 1/2
     exactly, so commands cause no rounding errors."""
     if type(task).__name__ != "Repl":
         raise ValueError(f"by_hand needs a data.Repl, not a task of the class {type(task).__name__}")
-    n, D, huge = task.n_vars, 64, 2.0 ** 30
+    n, D, huge = task.n_vars, 64, 2.0 ** 30               # huge: so that each bit and beta is at one of its ends
     m = 2 if task.moves == "swap" else n
     cfg = SimpleNamespace(model="deltanet", d_model=D, d_mlp=8, n_layer=1, n_head=1, conv=2 * m + 2, beta_max=2.0,
                           gates="exact", states="none")
@@ -616,17 +620,19 @@ def by_hand(task):
     embed[digits, digit] = 1
     embed[ids(", ", "\n"), stop] = 1
     embed[ids(">>> ", " = ", "print('"), side] = torch.tensor([1.0, -1, -1])
-    embed[:, rest] = (D - embed.square().sum(1)).sqrt()                 # so that RMSNorm changes nothing
+    embed[:, rest] = (D - embed.square().sum(1)).sqrt()                 # so RMSNorm changes nothing (but for its eps)
     # The convolution copies the names 1, 2 and 2m + 1 tokens back. It also sums `side` over the tokens before, with a
-    # weight that halves with each token, so the last token that begins a side decides the sign of the sum.
+    # weight that halves with each token, so the last token that begins a side decides the sign of the sum. The
+    # weight -1 cancels the token's own entry, which ShortConv adds.
     for entries, back in (back1, 1), (back2, 2), (far, 2 * m + 1):
         conv[-1, entries], conv[-1 - back, entries] = -1, 1
     conv[:, side] = 2.0 ** torch.arange(-2 * m - 1, 1)
     conv[-1, side] = -1
 
-    # The hidden layer of the keys has four bits for each variable. A bit is 1 if its row of to_bits, applied to the
-    # output of the convolution, is positive, else 0. One more bit is always 1, because to_k is applied to bits minus
-    # 1/2, and this bit adds the missing halves.
+    # The hidden layer of the keys has four bits for each variable: `left`, the token is its name, left of =; `right`,
+    # the token follows its name, right of =; `takes`, the variable is the y above; `assigned`, the token is the digit
+    # in "x = 5". A bit is 1 if its row of to_bits, applied to the output of the convolution, is positive, else 0. One
+    # more bit is always 1, because to_k is applied to bits minus 1/2, and this bit adds the missing halves.
     q, v, bit, key = mixer.to_q.weight, mixer.to_v.weight, mixer.to_bits.weight, mixer.to_k.weight
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
