@@ -240,7 +240,7 @@ def turn(x, angle):
 
 class RotarySSM(SSM):
     """Mamba-3's idea (2603.15569): an SSM with complex eigenvalues. Each token rotates pairs of rows of the state by
-    angles that the token chooses. The code does not rotate the state. It rotates k and q by the sum of the angles so far,
+    angles that the token chooses. The code does not rotate the state. It rotates k and q by the sum of angles so far,
     which gives the same outputs if R_t at the top of this file rotates by minus the token's angle. State: the scan's
     state, which is not rotated, and the sum of the angles, (B, 1, D/2)."""
 

@@ -1342,7 +1342,7 @@ def test_where_answers_are_not_drawn_from_the_predictive_only_the_kl_is_printed(
     task, cfg = pfsa.MaybeSwaps(3), Config(eval_samples=4, eval_at="8x2 8x2:forced", device="cpu")
     train.report(models.LM(small("gru"), len(task.tokenizer)), task, cfg)
     drawn, forced = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"eval    8x2: KL .* nats .*; loss .*, of exact beliefs .*", drawn)
+    assert re.fullmatch(r"eval    8x2: KL .* nats .*; loss .*, of the exact probabilities .*", drawn)
     assert re.fullmatch(r"eval    8x2:forced: KL \S+ nats per answer \(0 is perfect\), the last \S+", forced)
 
 
@@ -2208,7 +2208,7 @@ def test_a_loss_that_is_not_finite_and_ctrl_c_end_the_bar_before_they_say_so(tmp
         assert err.endswith("\n") and out.splitlines()[-1].startswith("stopped") and not others
     else:
         [line] = [line for line in err.splitlines() if "not finite" in line]
-        assert line.startswith("train.py: the loss or its gradient was not finite in step 7: try --learning-rate")
+        assert line.startswith("train.py: the loss or its gradient was not finite after step 7: try --learning-rate")
         assert result_of(*others)["steps"] == 12
 
 

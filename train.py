@@ -50,7 +50,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
-# GNU OpenMP reads GOMP_SPINCOUNT when torch is loaded. With 1000, waiting threads give up their core sooner.
+# GNU OpenMP reads GOMP_SPINCOUNT when torch is loaded. With 1000, a waiting thread soon gives up its core.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
@@ -70,11 +70,11 @@ TASKS = {**data.TASKS, "pfsa": MaybeSwaps}
 class Config:
     """Each field is a flag, and the comment behind it is the flag's text in --help. A sample is a trace."""
     # what to learn
-    model: str = "deltanet"        # one of models.py's MIXERS; "a+b" alternates a and b, block by block
-    task: str = "repl"             # one of the TASKS of data.py and pfsa.py
+    model: str = "deltanet"        # name of a mixer, see models.py; "a+b" alternates a and b, block by block
+    task: str = "repl"             # repl, inverse, parity, listperm, arith, trace, group or pfsa: see data.py
     n_vars: int = 5                # number of variables or list elements (tasks repl, inverse, listperm, pfsa)
     moves: str = "perm"            # perm: a command permutes all variables; swap: it swaps two (tasks repl, inverse)
-    group: str = "S5"              # one of data.py's GROUPS (task group)
+    group: str = "S5"              # Z2, Z60, S3, S4, A5, S5, S5swaps, S4two or A5two (task group)
     digits: int = 2                # digits per number (task arith)
     trace_file: str = ""           # file written by `data.py trace`; without one, functions are random (task trace)
     curriculum: str = "auto"       # stages "LxS LxS ...", see data.py; auto: the task's own curriculum
@@ -84,20 +84,20 @@ class Config:
     n_layer: int = 1               # number of blocks; thanks to conv, one suffices for repl with up to 5 variables
     n_head: int = 1                # number of heads; each has the width d_model / n_head
     conv: int = 12                 # tokens that the short convolution before each mixer sees; 0: no convolution
-    beta_max: float = 2.0          # largest beta of delta-rule mixers, ssm: 2 gives eigenvalues in [-1, 1], 1 in [0, 1]
-    gates: str = "exact"           # exact: beta and keys use bits that reach 0 and 1; sigmoid: P1's (delta-rule mixers)
+    beta_max: float = 2.0          # eigenvalues are in [-1, 1] with 2, in [0, 1] with 1 (delta-rule mixers, ssm)
+    gates: str = "exact"           # exact: beta and keys from bits that reach 0 and 1; sigmoid: as in P1 (delta rule)
     n_householder: int = 2         # reflections per token (mixer deltaproduct)
-    states: str = "auto"           # state head (linear, transformer, contrastive), text or none; auto: the task's own
+    states: str = "auto"           # a head (linear, transformer, contrastive), text (in the trace), none; auto: by task
     # training
-    reveal_weight: float = 1.0     # extra weight on the loss at answers; in stage 64x8, one token in 181 is an answer
+    reveal_weight: float = 1.0     # extra weight on the loss at answers; of repl's 64x8, one token in 181 is one
     batch_size: int = 4            # traces per step; with small batches, the same number of traces gives more steps
     micro_batches: int = 1         # parts of a batch (gradient accumulation saves memory); each has its own mean loss
     learning_rate: float = 1.8e-2  # peak learning rate
     warmup: int = 320              # traces until the learning rate reaches its peak
     cooldown: int = 1280           # traces of learning-rate decay; with more, repl models read further without prints
     advance: float = 0.9           # pass a stage at this mean accuracy over the last 10 batches; 0: never by accuracy
-    stage_samples: int = 0         # pass a stage after at most this many traces; 0: the task's (pfsa 3000, trace 4000)
-    max_samples: int = 100000      # the run finishes after this many traces (batch_size per step), whatever the stage
+    stage_samples: int = 0         # most traces in a stage; 0: the task's limit (pfsa 3000, trace 4000, others none)
+    max_samples: int = 100000      # most traces in all; a run also ends with the decay after its last stage
     # held-out traces
     eval_at: str = "auto"          # stages to evaluate after training; auto: the last stage, and harder ones
     eval_samples: int = 64         # held-out traces in each evaluation
@@ -111,7 +111,7 @@ class Config:
 
 # Maps each setting to its comment above, for --help.
 HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
-# These settings do not change what is trained, so they are not in the folder's name.
+# These settings do not define what is trained, so they are not in the folder's name. (A device may round differently.)
 ASIDE = ["eval_at", "eval_samples", "eval_every", "device", "out"]
 CHOICES = {"task": TASKS, "moves": ["swap", "perm"], "group": data.GROUPS, "dtype": ["fp32", "bf16"],
            "gates": ["exact", "sigmoid"],
@@ -165,8 +165,8 @@ def build(cfg, pieces=None):
         raise BadInput("--advance 0: no stage would ever be passed, so give --stage-samples, too")
     for stage in stages + tests:
         task.check_stage(stage)
-        one, same = (task.batch(cfg.seed, "test", stage, 0, 2).tokens.tolist() for _ in range(2))
-        if one != same:
+        first, again = (task.batch(cfg.seed, "test", stage, 0, 2).tokens.tolist() for _ in range(2))
+        if first != again:
             raise BadInput(f"--task {cfg.task}: two batches with one seed differ: let its program draw from rng only")
 
     def make(d_mlp, states="none"):
@@ -182,10 +182,11 @@ def build(cfg, pieces=None):
             raise BadInput(f"--params {cfg.params}: this model has at least {least} parameters: give a larger number")
     torch.manual_seed(cfg.seed)                           # for the initial weights; nothing else uses torch's generator
     model = make(width, cfg.states).to(cfg.device)
+    # Does the model give the same result in pieces as in one pass? A layer that starts at 0 would hide an error.
     tokens = torch.arange(40)[None] % len(task.tokenizer)
     with torch.no_grad():
         probe = copy.deepcopy(model).cpu().double()       # in fp32, many layers would amplify rounding errors
-        for p in probe.parameters():                      # a layer that starts at 0 would hide an error
+        for p in probe.parameters():
             p += 0.1 * torch.arange(p.numel()).view_as(p).cos()
         if not (in_pieces(probe, tokens, 7) - in_pieces(probe, tokens, 40)).abs().max() < 0.1:
             raise BadInput(f"--model {cfg.model} computes other results in pieces than in one pass: a mixer sees the "
@@ -226,9 +227,9 @@ def losses(task, model, batch):
 @torch.no_grad()
 def evaluate(model, task, stage, cfg):
     """Evaluate on cfg.eval_samples held-out traces. -> {"accuracy": of all answers, "final": of a trace's last answer,
-    "by_answer": a list}. In the task pfsa, the dict also has means in nats per answer: "kl", the KL divergence from the
-    exact predictive (the probabilities of the answer, given the text before it) to the model's; "final_kl", that of the
-    last answer; "loss", the model's; "floor", that of the exact predictive, the lowest that any model can expect."""
+    "by_answer": a list}. In the task pfsa, the dict also has means in nats per answer: "kl", KL(exact || model), where
+    *exact* are the exact probabilities of the answer, given the text before it; "final_kl", the same at the last
+    answer; "loss", the model's cross-entropy; "floor", that of the exact probabilities, the lowest possible one."""
     rows, nats = [], []
     for t, first in enumerate(range(0, cfg.eval_samples, cfg.batch_size)):
         size = min(cfg.batch_size, cfg.eval_samples - first)
@@ -266,8 +267,8 @@ def show(row):
     """Print a row of `report`."""
     if "kl" in row:
         line = f"KL {row['kl']:.4f} nats per answer (0 is perfect), the last {row['final_kl']:.4f}"
-        if not row["stage"].endswith(":forced"):          # in forced stages, answers are not drawn from the predictive
-            line += f"; loss {row['loss']:.3f}, of exact beliefs {row['floor']:.3f}"
+        if not row["stage"].endswith(":forced"):          # there, no coin is tossed, so losses mean nothing
+            line += f"; loss {row['loss']:.3f}, of the exact probabilities {row['floor']:.3f}"
     else:
         last = f", the last answer {row['final']:.2%}" if len(row["by_answer"]) > 1 else ""
         line = f"{row['accuracy']:.2%} right{last} (chance {row['chance']:.1%})"
@@ -289,8 +290,8 @@ def folder_of(cfg):
     return Path(cfg.out) / name
 
 
-# CODE is the source as it was imported, because an edit during a run does not change what runs. COMMIT is git's
-# commit, with a + if files have changed since, or "" if there is none.
+# CODE is the source at import: `origin` hashes it and not the files, because an edit during a run does not change what
+# runs. COMMIT is git's commit, with a + if files have changed since, or "" if there is none.
 HERE = Path(__file__).resolve().parent
 CODE = b"".join((HERE / f"{name}.py").read_bytes() for name in ["data", "kernels", "models", "pfsa", "train"])
 COMMIT = subprocess.run("git describe --always --exclude='*' --dirty=+", shell=True, cwd=HERE, capture_output=True,
@@ -322,7 +323,8 @@ def save(path, write):
 
 def run(cfg):
     """Train and test one model, in the folder that its settings name. -> 0, or 1 if the loss or its gradient is not
-    finite (any ckpt.pt is from an earlier step). Raises BadInput if settings do not fit each other or the folder."""
+    finite; then ckpt.pt, if there is one, is from an earlier step. Raises BadInput if settings conflict, or if the
+    folder holds a run with other settings or other code."""
     folder = folder_of(cfg)
     source, as_given = origin(cfg), asdict(cfg)
     folder.mkdir(parents=True, exist_ok=True)
@@ -352,7 +354,7 @@ def run(cfg):
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
 
-    @lru_cache(2)                                         # keeps this step's batch and the next one
+    @lru_cache(2)                                         # keeps this batch, and the next one, prepared below
     def batch_of(stage, number):
         return task.batch(cfg.seed, "train", stage, number, cfg.batch_size)
 
@@ -361,7 +363,7 @@ def run(cfg):
     dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     backend, why = resolve_backend("auto", cfg.device, dtype, head_dim, head_dim)
     words = cfg.curriculum.split()                        # the stages, as they were typed
-    tested = [*words[:-1], cfg.eval_at.split()[0]]        # for each stage, the one that is tested during it
+    tested = [*words[:-1], cfg.eval_at.split()[0]]        # in each stage, that stage; in the last, eval_at's first
     print(f"run     {folder}, from step {at.step}")
     print(f"task    {cfg.task}, stages {cfg.curriculum}; chance {chance:.1%}")
     print(f"model   {cfg.model}, {count(model):,} parameters, {count(model.to_state):,} of them in the state head "
@@ -373,7 +375,7 @@ def run(cfg):
     started = time.perf_counter() - at.seconds
     with tqdm(initial=at.samples, unit=" traces", disable=None) as bar:
         while at.samples < at.end:
-            # learning rate
+            # learning rate: the share of the warmup that is done, and the share of the decay
             up = min(1, (at.samples + cfg.batch_size) / max(cfg.warmup, cfg.batch_size))
             down = max(0, at.samples + cooldown - at.end) / max(cooldown, 1)
             for optimizer in optimizers:
@@ -381,7 +383,7 @@ def run(cfg):
                     group["lr"] = cfg.learning_rate * up * (1 + math.cos(math.pi * down)) / 2
 
             # batch, loss, step
-            number = min(len(at.passed), len(stages) - 1)             # number of the stage, from 0
+            number = min(len(at.passed), len(stages) - 1)             # of the stage, from 0
             batch, right = to_tensors(batch_of(stages[number], at.step), cfg.device), []
             model.zero_grad()
             for first in range(cfg.micro_batches):
@@ -415,7 +417,7 @@ def run(cfg):
             began = at.passed[-1]["samples"] if at.passed else 0
             enough = cfg.advance and len(at.recent) == 10 and mean >= cfg.advance
             enough = enough or cfg.stage_samples and at.samples - began >= cfg.stage_samples
-            passed = enough and len(at.passed) < len(stages)          # if equal, the last stage was passed before
+            passed = enough and len(at.passed) < len(stages)          # if equal, this is the decay
             if passed:
                 at.passed.append({"stage": words[number], "samples": at.samples, "steps": at.step,
                                   "seconds": at.seconds})
@@ -437,13 +439,13 @@ def run(cfg):
                               "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
                 save(folder / "ckpt.pt", partial(torch.save, checkpoint))
 
-    if at.samples < at.end:
-        print(f"train.py: the loss or its gradient was not finite in step {at.step}: try --learning-rate "
+    if at.samples < at.end:                               # the loop has stopped early
+        print(f"train.py: the loss or its gradient was not finite after step {at.step}: try --learning-rate "
               f"{cfg.learning_rate / 3:.1g}", file=sys.stderr)
         return 1
     print(f"trained {at.samples:,} traces, {at.step:,} steps, {at.seconds:.1f} s")
     reached = words[min(len(at.passed), len(stages) - 1)]
-    if at.end == cfg.max_samples:
+    if at.end == cfg.max_samples and len(at.passed) < len(stages):
         print(f"stopped by --max-samples, in stage {reached}")
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": words[-1], "reached": reached, "samples": at.samples, "steps": at.step,
@@ -482,7 +484,7 @@ def load(path, **changes):
     >>> hidden, state = model(torch.tensor([task.tokenizer.encode(text)]))
     >>> model.to_state(hidden[0, -1]).argmax(-1) + 1                  # the values, according to the state head
     tensor([1, 3, 2, 4, 5])
-    >>> task.tokenizer.decode(beliefs(task, model, state)[0].argmax(-1).tolist())          # according to prints
+    >>> task.tokenizer.decode(beliefs(task, model, state)[0].argmax(-1).tolist())          # and to its prints
     '13245'
     """
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
@@ -502,7 +504,7 @@ def load(path, **changes):
 @torch.no_grad()
 def beliefs(task, model, state, traces=1):
     """-> what the model would print for each variable of repl now: probabilities of the next token, (traces, n_vars,
-    vocabulary). state: the model's state after reading so many traces in parallel. `load` has an example."""
+    vocabulary). state: what the model carries after reading `traces` traces in parallel. `load` has an example."""
     found = []
     for name in task.names:
         text = task.tokenizer.encode(f"{task.prompt}print('{name}', {name})\n{name} ")
@@ -512,23 +514,24 @@ def beliefs(task, model, state, traces=1):
     return torch.stack(found, 1)
 
 
+# The syntax that a typed line may use: no operators, attributes, subscripts or loops.
 PLAIN = (ast.Assign, ast.Expr, ast.Call, ast.Tuple, ast.List, ast.Name, ast.Constant, ast.expr_context)
 
 
 def as_read(task, typed):
-    """A line that somebody typed -> the line with the same effect in traces of repl: `b, a = a, b` becomes
-    `a, b = b, a` or, among permutations of three, `a, b, c = b, a, c`. To find the effect, Python executes the typed
-    line. Raises BadInput if no line of repl has the same effect."""
+    """Rewrite a line that somebody typed as the line of repl that has the same effect. So `b, a = a, b` becomes
+    `a, b = b, a` or, if commands permute three variables, `a, b, c = b, a, c`. To find the effect, Python executes the
+    typed line. Raises BadInput if no line of repl has the same effect."""
     names = {object(): name for name in task.names}       # each variable holds a different object
     memory, printed = {name: thing for thing, name in names.items()}, []
-    with contextlib.suppress(Exception):                  # a line that causes an exception is no line of repl
+    with contextlib.suppress(Exception):                  # whatever fails here, no line of repl has this effect
         [statement] = ast.parse(typed).body
         assert all(isinstance(node, PLAIN) for node in ast.walk(statement))
         exec(typed, {"__builtins__": {"print": lambda *words: printed.append(words)}}, memory)
         takes = {name: names[memory[name]] for name in task.names}
         moved = [name for name in task.names if takes[name] != name]
         if isinstance(statement, ast.Expr):
-            [[*word, thing]] = printed
+            [[*word, thing]] = printed                    # print(a), or print('a', a)
             if not moved and word in ([], [names[thing]]):
                 return f"print('{names[thing]}', {names[thing]})"
         elif not printed and sorted(takes.values()) == sorted(memory):
@@ -566,8 +569,8 @@ def typed_lines(task, seed):
 
 @torch.no_grad()
 def play(path, **changes):
-    """Python executes the lines that somebody types, and the model reads them. After each line,
-    the model's prediction for every variable is printed."""
+    """Python executes the lines that somebody types, and the model reads them. After each line, the model's prediction
+    for every variable is printed."""
     cfg, task, _, model = load(path, **changes)
     if cfg.task != "repl" or cfg.states == "text":
         raise BadInput(f"--play {path}: give a model trained on repl, without states in the text")
@@ -612,12 +615,13 @@ def main(argv=None):
         parser.add_argument(flag, type=partial(values, f), metavar=f.type.__name__.upper(),
                             help=f"{HELP.get(f.name, '')} [{f.default}]".replace("%", "%%"))
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--eval", metavar="RUN", help="evaluate a run's folder or checkpoint, train nothing")
-    either.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model expects")
+    either.add_argument("--eval", metavar="RUN", help="test a run's folder or checkpoint, train nothing; may go with "
+                        "--eval-at, --eval-samples, --trace-file, --seed, --device and --dtype")
+    either.add_argument("--play", metavar="RUN", help="type Python, and see what a repl model predicts")
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         wrong = unknown[0].partition("=")[0]
-        initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == wrong]               # such as --lr
+        initials = [flag for flag in flags if re.sub(r"(\w)\w*-?", r"\1", flag) == wrong]               # --lr
         near = initials or difflib.get_close_matches(wrong, flags, 1)
         meant = f"did you mean {near[0]}? " if near else ""
         parser.error(f"{wrong} is not a setting: {meant}--help lists all settings")
@@ -629,7 +633,7 @@ def main(argv=None):
     if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= os.environ.keys():       # a process of torchrun
         rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank % torch.cuda.device_count())      # one GPU for each process
     try:
         if to_eval is not None or to_play is not None:
             if not set(given) <= set(FOR_EVAL):
