@@ -21,8 +21,8 @@ symbols. A *maybe-swap*, a line that swaps two variables with probability 1/2, i
 |Z_s b|_1 = P(s | query, past) is called the *predictive*. The mean of its negative logarithm is the Bayes floor, the
 lowest expected loss that any model can have.
 
-Symbols: m states, n variables (m = n!), B sequences, L symbols in each, T tokens. P1 is arXiv 2602.14814,
-"Learning State-Tracking from Code Using Linear RNNs", section 5 and appendix B.
+Notation: m states, n variables (m = n!), B sequences, L symbols in each; T is the number of tokens of a trace, or the
+matrices above. P1 is arXiv 2602.14814, "Learning State-Tracking from Code Using Linear RNNs", section 5 and appendix B.
 
 Read `PFSA.filter` and the class `MaybeSwaps` first.
 Look at a trace and the worked examples:   python pfsa.py
@@ -48,10 +48,10 @@ class PFSA:
 
     def __init__(self, T, Z, q0, queries=()):
         exact = np.asarray(T).dtype == object
-        number = np.vectorize(Fraction, otypes=[object]) if exact else np.float64
-        self.T, self.Z, self.m = number(T), np.array(Z, int), np.shape(Z)[1]
+        convert = np.vectorize(Fraction, otypes=[object]) if exact else np.float64
+        self.T, self.Z, self.m = convert(T), np.array(Z, int), np.shape(Z)[1]
         assert self.T.shape == (len(self.Z), self.m, self.m), "give T (symbols, m, m) and Z (symbols, m)"
-        self.q0 = number(np.eye(self.m, dtype=int)[q0] if np.ndim(q0) == 0 else q0)
+        self.q0 = convert(np.eye(self.m, dtype=int)[q0] if np.ndim(q0) == 0 else q0)
         self.queries = [np.array(query) for query in queries]
 
         if abs(self.T.sum(1) - 1).max() > 1e-9:
@@ -189,8 +189,9 @@ def holds(n, i, j):
 
 
 def schedule(rng, n, L, every=2, same=False):
-    """-> L queries of `maybe_swaps(n)`, independent of any state. rng: a numpy Generator. Of these queries, L // every
-    are prints of random positions, at random places; the others are maybe-swaps of random pairs.
+    """-> L queries of `maybe_swaps(n)`, independent of any state; the query of a maybe-swap has the number of its
+    symbol. rng: a numpy Generator. Of these queries, L // every are prints of random positions, at random places; the
+    others are maybe-swaps of random pairs.
 
     same, for P1 Figure 10: a maybe-swap of the last two positions, n-2 and n-1, alternates with a print of n-2. But
     the last two queries are prints, of n-2 and then of n-1; if L is even, a print of n-2 comes before them, too."""
@@ -238,7 +239,7 @@ class MaybeSwaps(Task):
     `against_exact`), so forced is for evaluation. There are few programs of these two kinds, so none is held out."""
     prompt = ">>> "
     curriculum = "4x2 8x2 16x2 32x2"
-    stage_samples = 3000                                                  # because no model can reach 90 %
+    stage_samples = 3000                                                  # no model can reach 90 %, which ends a stage
     settings = ("n_vars",)
     n_slots = 1
 
@@ -247,8 +248,8 @@ class MaybeSwaps(Task):
             raise BadInput(f"--n-vars {n_vars}: choose 2 to 5, because a belief has n! entries")
         self.n_vars, self.names, self.automaton = n_vars, LETTERS[:n_vars], maybe_swaps(n_vars)
         self.n_classes = self.automaton.m
-        numbers = permutations(range(1, n_vars + 1))
-        self.number = {values: i for i, values in enumerate(numbers)}     # what the variables hold -> state
+        orders = permutations(range(1, n_vars + 1))
+        self.state_of = {values: i for i, values in enumerate(orders)}    # what the variables hold -> state
         swaps = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
                  for x, y in combinations(self.names, 2)]
         self.sources = swaps + [f"print('{x}', {x})" for x in self.names]       # the line of each query
@@ -259,7 +260,7 @@ class MaybeSwaps(Task):
         super().__init__(**others)
         if self.states not in ("none", "linear"):
             raise BadInput(f"--states {self.states}: the state is hidden, so it cannot be written as text: "
-                           "choose linear (the exact belief) or none")
+                           "choose linear (its labels are the exact beliefs) or none")
 
     def check_stage(self, stage):
         if stage.kind not in ("", "same", "forced"):
@@ -277,7 +278,8 @@ class MaybeSwaps(Task):
             yield self.sources[query]
 
     def draw(self, rng, stage, split):
-        """As Task.draw. Whether a program is held out does not depend on the branches taken, so beliefs are exact."""
+        """As Task.draw. Only the program's text decides whether it is held out, not the branches taken. So the split
+        tells nothing about the state, and beliefs are exact."""
         if not stage.kind:
             return super().draw(rng, stage, split)
         if stage.kind == "forced" and split == "train":
@@ -291,7 +293,7 @@ class MaybeSwaps(Task):
 
     def slots(self, memory):
         values = tuple(map(memory.get, self.names))
-        return [self.number.get(values, -1)]
+        return [self.state_of.get(values, -1)]
 
     def chance(self, stage):
         return 1 / self.n_vars
@@ -303,7 +305,7 @@ class MaybeSwaps(Task):
         return [Stage(L, last.spacing) for L in lengths] + forced
 
     def to_batch(self, traces):
-        """Traces of one stage -> the Batch of Task.to_batch, with two more arrays, which are 0 where not stated. belief
+        """Traces of one stage -> the Batch of Task.to_batch, with two more arrays, which are 0 elsewhere. belief
         (B, T, m) is given at the ends of lines, once all variables are assigned. predictive (B, T, n) is given where
         an answer is asked: the probabilities of the answers 1 to n."""
         batch, m, n = super().to_batch(traces), self.automaton.m, self.n_vars
@@ -312,7 +314,7 @@ class MaybeSwaps(Task):
         asked = [[bool(line.answer) for line in lines] for lines in traces]
         read, asked = np.array(read), np.array(asked)                     # (B, lines); -1: no symbol
         symbols = read[read >= 0].reshape(B, -1)                          # (B, n + L)
-        beliefs, _ = self.automaton.filter(symbols, start=np.full(m, 1 / m))
+        beliefs, _ = self.automaton.filter(symbols, start=np.full(m, 1 / m))      # the assignments reveal the state
 
         steps = (read >= 0).cumsum(1)[..., None]
         after = np.take_along_axis(beliefs, steps, 1)                     # (B, lines, m)

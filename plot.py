@@ -16,9 +16,9 @@ Figures of finished runs, one function for each, and looks inside a trained mode
     cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each result is one line of JSON
     python plot.py ladder assets/results.jsonl --entry ladder   only the lines of one entry of the notebook
 
-Runs that differ only in their seed form one curve: each seed is a thin line, and their median a thick one. If
-runs differ in other settings, --by names the settings that tell them apart, as in --by states,learning_rate. If
-runs do not differ in anything, curves are named by their folders. P1 is arXiv 2602.14814, P2 "Grounding Code
+Runs that differ only in their seed form one curve: each seed is a thin line, and their median a thick one. If runs
+differ in other settings, --by names the settings that tell them apart, as in --by states,learning_rate. If two runs
+have the same settings and the same seed, labels also name their folders. P1 is arXiv 2602.14814, P2 "Grounding Code
 Understanding in Step-by-Step Execution".
 
 Read `evaluations` and `horizon` first.
@@ -53,6 +53,7 @@ plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use"
 ASIDE_HERE = {"seed", *ASIDE}                               # settings in which the runs of one curve may differ
 COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "deltaproduct": "C4", "ssm": "C5",
            "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
+WORDS = {"text": "states in the text", "linear": "state head", "none": "no states", "listperm": "swaps in a list"}
 STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # five curves can also be told apart when printed in gray
 
 
@@ -60,8 +61,7 @@ STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # five curves can al
 # Runs
 
 def read_lines(path, entry=None):
-    """-> the JSON objects in a file that has one on each line; if `entry` is given, only those with that
-    "entry"."""
+    """-> the JSON objects in a file that has one on each line; if `entry` is given, only those with that "entry"."""
     try:
         rows = [json.loads(line) for line in open(path) if line.strip()]
     except ValueError:
@@ -74,9 +74,12 @@ def read_lines(path, entry=None):
 
 def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     """-> [(label, result), ...] of the finished runs that the command line names. result[key] keeps the rows for
-    which fits(row) holds. Runs without such a row are skipped and reported, and so are paths that are not runs;
-    `needs` describes the missing row."""
+    which fits(row) holds. Runs without such a row and paths that are not runs go to args.left_out, which `main`
+    prints; `needs` describes the missing row."""
     runs, found = [], []
+    for name in args.by.split(","):
+        if name and not hasattr(Config, name):
+            raise ValueError(f"--by {name}: give settings of train.py, such as learning_rate")
     for path in map(Path, args.paths):
         if path.suffix in (".json", ".jsonl") and not path.is_dir():
             runs += [{**row, "place": str(path)} for row in read_lines(path, args.entry) if "config" in row]
@@ -89,6 +92,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     for result in runs:       # lines of a table omit the settings that have their default value
         result["config"] = {**asdict(Config()), **result["config"]}
+        # recipe: the settings that all runs of a curve share
         result["recipe"] = {name: x for name, x in result["config"].items() if name not in ASIDE_HERE}
     for result in runs:
         name = label(result, runs, ["beta_max", *args.by.split(",")])
@@ -104,15 +108,15 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
 
 
 def label(result, runs, names):
-    """-> the name of a run's curve: its model, and those of the settings `names` in which runs of this model
-    differ or that do not have their default value. If the same run occurs twice, also its folder."""
+    """-> the name of a run's curve: its model, and each setting in `names`, unless all runs of this model have its
+    default value. If the same run occurs twice, also its folder."""
     words = [result["model"]]
     same = [other for other in runs if other["model"] == result["model"]]
     for name in names:
         value, default = result["config"].get(name), getattr(Config, name, None)
         if value is None or all(other["config"].get(name) == value == default for other in same):
-            continue                                        # None: older runs lack this setting
-        words.append(f"[{1 - value:g}, 1]" if name == "beta_max" else f"{name} {value}")
+            continue                                        # None: without --by, the name is empty
+        words.append(f"[{1 - value:g}, 1]" if name == "beta_max" else WORDS.get(value, f"{name} {value}"))
     seeds = [other["seed"] for other in same if other["recipe"] == result["recipe"]]
     if len(set(seeds)) < len(seeds):
         words.append(result["place"])
@@ -120,13 +124,13 @@ def label(result, runs, names):
 
 
 def seeds_of(labelled):
-    """[(label, result), ...] -> {label: [result of each seed, ...]}. Raises ValueError if the runs of a label
-    differ in anything but their seed."""
+    """[(label, result), ...] -> {label: [result of each seed, ...]}. Raises ValueError if the runs of a label differ in
+    anything but their seed."""
     groups = defaultdict(list)
     for name, result in labelled:
         for other in groups[name]:
             one, two = result["recipe"], other["recipe"]
-            differ = ",".join(name for name in {**one, **two} if one.get(name) != two.get(name))
+            differ = ",".join(key for key in {**one, **two} if one.get(key) != two.get(key))
             if differ:
                 raise ValueError(f"{result['model']}: these runs differ in {differ}: add one or more of these to --by")
             if result["seed"] == other["seed"]:
@@ -140,8 +144,7 @@ def with_seeds(name, results):
 
 
 def evaluations(args, needs="evaluation", fits=lambda stage: True):
-    """-> [(label, result, stage, row), ...]: the evaluations of each run at stages for which fits(stage)
-    holds."""
+    """-> [(label, result, stage, row), ...]: the evaluations of each run at stages for which fits(stage) holds."""
     found = []
     runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
     for name, results in seeds_of(runs).items():
@@ -166,8 +169,7 @@ def colour_of(name):
 
 
 def with_looks(curves):
-    """Yield (look, label, curve) for each curve of {label: curve}. A look is the colour of its model and a
-    style."""
+    """Yield (look, label, curve) for each curve of {label: curve}. A look is the colour of its model and a style."""
     if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves are too many: choose 1 to 5 with --models")
     for style, (name, curve) in zip(STYLES, curves.items()):
@@ -177,12 +179,15 @@ def with_looks(curves):
 def lines(axes, curves):
     """For each label, a thin line for each seed and a thick one for their median; the x axis is logarithmic.
     curves: {label: {seed: [(x, y), ...]}}."""
+    last = max(x for seeds in curves.values() for points in seeds.values() for x, _ in points)
     for look, name, seeds in with_looks(curves):
         at = defaultdict(list)
         for points in seeds.values():
-            axes.plot(*zip(*sorted(points)), color=colour_of(name), linewidth=0.8, alpha=0.5)
+            axes.plot(*zip(*sorted(points)), color=colour_of(name), linestyle=look.removeprefix(colour_of(name))[1:],
+                      linewidth=0.8, alpha=0.5)
             for x, y in points:
                 at[x].append(y)
+        name += f", run up to {max(at)}" if max(at) < last else ""
         axes.plot(sorted(at), [np.median(at[x]) for x in sorted(at)], look, linewidth=2.5, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
@@ -207,17 +212,18 @@ def with_legend(figure):
 
 
 def curve(args):
-    """Held-out accuracy during training, a line for each run. Each stage has a horizontal band of its own, in
-    which accuracy goes from 0 to 100 %."""
+    """Held-out accuracy during training, a line for each run. Each stage has a horizontal band of its own, in which
+    accuracy goes from 0 to 100 %."""
     figure, axes = plt.subplots()
     runs, bands = load_runs(args, "held_out", "evaluation during training (see --eval-every)"), {}
-    for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # the longest one has the order of stages
+    for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # most stages first, in their order
         result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
         bands |= dict.fromkeys(result["stages"])
     for look, name, results in with_looks(seeds_of(runs)):
         name = with_seeds(name, results)
         for result in results:
             samples, _, accuracy = zip(*result["held_out"])
+            # how many stages were passed before each test
             passed = np.searchsorted([row["samples"] for row in result["passed"]], samples)
             below = [list(bands).index(result["stages"][number]) for number in passed]
             axes.plot(samples, np.add(below, accuracy), look, label=name)
@@ -249,13 +255,14 @@ def horizon(args):
     return by_commands(plt.subplots(figsize=(7, 5.5))[1], args, "Without a print, trained models forget")
 
 
+# The groups that one layer of a model can hold in theory; other models are not limited.
 HOLDS = {"ssm": ["Z2"], "rotary_ssm": ["Z2", "Z60"], "transformer": ["Z2", "Z60", "S3", "S4", "S4two"],
          **dict.fromkeys(["deltanet", "gated_deltanet", "kda"], ["Z2", "S5swaps"])}
 
 
 def can_hold(result, group):
-    """Whether a model of this shape can, in theory, track words of any length. True if no theory excludes it. The
-    sources are in assets/RESULTS.md, "The ladder"."""
+    """Whether a model of this shape can, in theory, track words of any length, as far as it is a model of the ladder.
+    The sources are in assets/RESULTS.md, "The ladder"."""
     model, shape = result["model"], result["config"]
     if model != "transformer" and shape["n_layer"] > 1:
         return True                                         # the theory is about one layer
@@ -267,8 +274,8 @@ def can_hold(result, group):
 
 
 def ladder(args):
-    """Word problems: a row for each model, a column for each group. A cell shows the accuracy in words of the
-    trained length."""
+    """Word problems: a row for each model, a column for each group. A cell shows the median accuracy at the first
+    tested stage, normally the trained one."""
     found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
     models = {name: runs[0] for (name, _), runs in found.items()}
     chances = {group: runs[0]["chance"] for (_, group), runs in found.items()}
@@ -281,28 +288,29 @@ def ladder(args):
             shades[i, j] = np.median([result["eval"][0]["accuracy"] for result in runs])
             words, color = f"{shades[i, j]:.0%}" + (f"\n{len(runs)} seeds" if len(runs) > 1 else ""), "black"
         if not can_hold(models[name], group):
-            axes.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="indianred", lw=0))
+            axes.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="indianred", lw=0,
+                                         zorder=2))
             words = words if runs else ""
-        axes.text(j, i, words, ha="center", va="center", fontsize=9, color=color)
-    axes.imshow(shades, vmin=0, vmax=1.6, aspect="auto", cmap="YlGn")
+        axes.text(j, i, words, ha="center", va="center", fontsize=9, color=color, zorder=3)
+    axes.pcolormesh(range(len(groups)), range(len(names)), shades, vmin=0, vmax=1.6, cmap="YlGn", edgecolors="white")
+    axes.invert_yaxis()
     axes.grid(False)
     axes.set_xticks(range(len(groups)), [f"{group}\n({chances[group]:.0%})" for group in groups])
     axes.set_yticks(range(len(names)), names)
     length = max(parse_stages(result["trained"])[0].length for runs in found.values() for result in runs)
-    axes.set_xlabel("in brackets: chance; where no number of seeds stands, there is one\n"
-                    "red stripes: in theory, so many layers cannot do it in long words", fontsize=9)
+    axes.set_xlabel("in brackets: chance; without a number of seeds: one seed\n"
+                    "red stripes: in theory, this model cannot do it in long words", fontsize=9)
     figure.suptitle(f"Which model learns which group? Accuracy in words of {length}")
     return figure
 
 
 def nats(args):
-    """Hidden branches: KL divergence from the exact probabilities of an answer to the model's, over the length of
-    traces."""
+    """Hidden branches: KL(exact || model) of the probabilities of an answer, over the length of traces."""
     figure, panels = plt.subplots(1, 2, figsize=(7, 5), sharey=True)
     figure.suptitle("How far are trained models from the exact belief? Thin: seeds; thick: their median", fontsize=11)
-    titles = {"LxS": "Prints as in training", "LxS:forced": "A swap that never happens"}
-    for axes, (needs, title) in zip(panels, titles.items()):
-        rows = evaluations(args, f"evaluation at stage {needs}", lambda stage: stage.kind == needs[4:])
+    titles = {"": "Prints as in training", "forced": "A possible swap that never happens"}
+    for axes, (kind, title) in zip(panels, titles.items()):
+        rows = evaluations(args, f"evaluation at stage LxS:{kind}".strip(":"), lambda stage: stage.kind == kind)
         curves, uniform = by_seed(), []
         for name, result, stage, row in rows:
             curves[name][result["seed"]].append((stage.length, row["kl"]))
@@ -319,23 +327,22 @@ def nats(args):
 
 
 def samples(args):
-    """Traces until 95 % of the held-out answers are right: a panel for each task, a row for each label, and a
-    marker for each run. A hollow marker shows where a run finished without reaching 95 %, and its accuracy
-    there."""
+    """Programs until 95 % of the held-out answers are right: a panel for each task, a row for each label, and a marker
+    for each run. A hollow marker shows where a run finished without reaching 95 %, and its accuracy there."""
     labelled = []
     for name, result in load_runs(args):
         [stage] = parse_stages(result["trained"])
-        task = f"{result['task']}, {stage.length} lines\n(chance {result['chance']:.0%})"
+        task = f"{WORDS.get(result['task'], result['task'])}, {stage.length} lines\n(chance {result['chance']:.0%})"
         labelled.append(((name, task), result))
     found = seeds_of(labelled)
     names, tasks = (list(dict.fromkeys(words)) for words in zip(*found))
-    figure, [panels] = plt.subplots(1, len(tasks), figsize=(7, 1.5 + len(names) / 3), squeeze=False, sharey=True)
+    figure, [panels] = plt.subplots(1, len(tasks), figsize=(9, 1.5 + len(names) / 3), squeeze=False, sharey=True)
     for (name, task), runs in found.items():
         axes, row, failed = panels[tasks.index(task)], names.index(name), []
         for result in runs:
             last = result["eval"][0]
-            seen = [samples for samples, stage, right in result["held_out"]
-                    if stage in (result["trained"], last["stage"]) and right >= 0.95]
+            seen = [number for number, stage, right in result["held_out"]
+                    if stage in (result["trained"], last["stage"]) and right >= 0.95]     # tests of the last stage
             if seen:
                 axes.plot(seen[0], row, "o", color=colour_of(name))
             else:
@@ -343,19 +350,19 @@ def samples(args):
                 axes.plot(end, row, "o", color=colour_of(name), fillstyle="none")
                 failed.append(f"{last['accuracy']:.0%}")
         if failed:
-            axes.text(end, row, f"{', '.join(failed)}   ", ha="right", va="center", fontsize=8)
-        finish(axes, "fewer is better; hollow: never\n(and the accuracy at the end)", "", task)
+            axes.text(end, row, f"  {', '.join(failed)}", ha="left", va="center", fontsize=8)
+        finish(axes, "fewer is better; hollow: not reached\n(and the accuracy at the end)", "", task)
         axes.set_xscale("log", base=4)
-        axes.margins(x=0.15)
+        axes.set_xlim(2 ** 11, 2 ** 19)                     # room for the text at the right
         axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_yticks(range(len(names)), names)
-    figure.suptitle("Traces until 95 % of the answers are right; each dot is a seed")
+    figure.suptitle("Programs until 95 % of the answers are right; each dot is a seed")
     return figure
 
 
 def variables(args):
     """Traces until the last stage is passed, over the number n of variables: a dot for each run. A hollow dot shows
-    where a run finished before. Lines of n log n, n² and n! begin at the median of the fewest variables."""
+    where a run finished without passing it. Lines of n log n, n² and n! start at the median for the smallest n."""
     figure, axes = plt.subplots(figsize=(6, 4))
     needed = defaultdict(list)
     for name, result in load_runs(args):
@@ -364,7 +371,8 @@ def variables(args):
         needed[n].append(result["passed"][-1]["samples"] if done else result["samples"])
         axes.plot(n, needed[n][-1], "o", color=colour_of(name), fillstyle="full" if done else "none")
     x = sorted(needed)
-    growths = ("k-.", "n log n", lambda n: n * math.log(n)), ("k--", "n²", lambda n: n * n), ("k:", "n!", math.factorial)
+    growths = [("k-.", "n log n", lambda n: n * math.log(n)), ("k--", "n²", lambda n: n * n),
+               ("k:", "n!", math.factorial)]
     for look, name, f in growths:
         axes.plot(x, [np.median(needed[x[0]]) * f(n) / f(x[0]) for n in x], look, label=f"grows as {name}")
     axes.set_yscale("log")
@@ -374,13 +382,13 @@ def variables(args):
 
 
 def filters(args):
-    """Left, P1 Fig. 9: the mass of a linear filter after prints of probability 1/2 each, in four dtypes. Right,
-    P1 Fig. 10: the probability that variable 3 holds 3, in the marginal recurrence and after Sinkhorn's
-    normalization. The exact probability is 1."""
+    """Left, P1 Fig. 9: the mass of a linear filter after prints of probability 1/2 each, in four dtypes. Right, P1
+    Fig. 10: the probability that variable 3 holds 3, in the marginal recurrence and after Sinkhorn's normalization. The
+    exact probability is 1."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     for dtype, look in zip([torch.float16, torch.bfloat16, torch.float32, torch.float64], STYLES):
         states = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)
-        mass = states[0, ::2].double().sum(1)               # after each print
+        mass = states[0, ::2].double().sum(1)               # at the start and after each print
         mass = mass[mass > 0]
         left.loglog(mass, look, markevery=[-1], label=f"{dtype}: 0 after {len(mass)}")
     left.set_yticks([1, 1e-100, 1e-200, 1e-300])
@@ -396,10 +404,10 @@ def filters(args):
 
 @torch.no_grad()
 def swap(S, x, y, beta, steps=1):
-    """S (6, n) with rows x and y swapped as well as the delta rule can with v = 0 and this beta. At beta 2, one
-    step does it, a reflection. At beta 1, a step is a projection, which only shrinks. But if each key is turned a
-    little further, they carry the rows' difference through the empty last row to its negative, and keep cos(pi /
-    steps)^steps of it."""
+    """S (6, n) after delta-rule steps with v = 0 that swap the rows x and y as well as this beta allows. At beta 2, one
+    step is a reflection and swaps them. At beta 1, a step is a projection, which cannot change a sign. But a sequence
+    of keys, each turned by pi / steps, carries the rows' difference through the empty last row to its negative, and
+    keeps cos(pi / steps)^steps of it."""
     difference, empty = torch.zeros(2, 6)
     difference[x], difference[y], empty[-1] = 0.5 ** 0.5, -0.5 ** 0.5, 1
     angle = torch.arange(1, steps + 1)[:, None] * math.pi / steps if beta == 1 else torch.tensor([[math.pi / 2]])
@@ -416,7 +424,7 @@ def headline(args):
     commands = {"at first": [], "= c, b, a, d, e": [(0, 2)], "= b, e, d, c, a": [(0, 1), (1, 4), (2, 3)],
                 "= e, d, c, b, a": [(0, 4), (1, 3)]}     # as swaps of rows
     titles = {2: "Eigenvalues in [-1, 1], beta 2: a reflection swaps two rows, and nothing fades",
-              1: "Eigenvalues in [0, 1], beta 1: 21 projections a command swap, too, but values fade"}
+              1: "Eigenvalues in [0, 1], beta 1: 20 or 21 projections also swap, but values fade"}
     for panel, (beta, title) in zip(above.subfigures(2, 1), titles.items()):
         panel.suptitle(title, fontsize=11)
         S = torch.eye(6, 5)                               # rows are variables, columns values; the last row is empty
@@ -428,7 +436,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command, fontsize=10)
-    by_commands(below.subplots(), args, "Which models learn to track in 60,000 traces?\nThin: seeds; thick: median")
+    by_commands(below.subplots(), args, "Which models learn to track?\nThin: seeds; thick: median")
     return figure
 
 
@@ -475,11 +483,11 @@ def measure_heads(args, traces=32):
                 scales[head] = scale
                 mixer.beta = lambda x: scales * beta(x)
                 accuracy.append(evaluate(model, task, stage, cfg)["accuracy"])
-            shares = betas[..., head].quantile(torch.linspace(0, 1, 21))
+            quantiles = betas[..., head].quantile(torch.linspace(0, 1, 21))
             keys_here = keys[:, :, head].flatten(0, 1)      # (B T, K)
             variance = torch.linalg.eigvalsh(keys_here.T.cov()).flip(0)
             variance = variance.cumsum(0) / variance.sum()
-            found[f"{layer}.{head + 1}"] = {"accuracy": accuracy, "betas": shares.tolist(),
+            found[f"{layer}.{head + 1}"] = {"accuracy": accuracy, "betas": quantiles.tolist(),
                                             "keys": variance.tolist()}
         mixer.beta = beta
         x, _ = block(x)
@@ -512,7 +520,7 @@ def heads(args):
     figure.suptitle(f"Which head of {len(found)} tracks, in traces of {measured['stage']} (trained up to "
                     f"{measured['trained']})? In colour: the one that the model needs most")
     finish(left, "share of tokens", "beta, at most", "Betas of each head")
-    finish(middle, "principal components", "share of variance", "Keys of each head")
+    finish(middle, "principal components", "cumulative share of variance", "Keys of each head")
     finish(right, "factor on the betas of one head", "accuracy on held-out traces",
            "Accuracy if its betas are scaled", measured["chance"])
     return with_legend(figure)
@@ -528,7 +536,7 @@ def movie(args, lines=40):
     if any(other.tokenizer.pieces != task.tokenizer.pieces or other.n_vars != n for other in tasks):
         raise ValueError("these models read different tokens: give runs with the same variables")
     trace = task.draw(random.Random(0), stages[0], "test")[:lines]
-    one = task.tokenizer.ids[b"1"]                          # other digits follow
+    one = task.tokenizer.ids[b"1"]                          # the ids of other digits follow
     figure, (left, *panels) = plt.subplots(1, 1 + len(models), figsize=(3 + 2.2 * len(models), 2.8),
                                            width_ratios=[1.3, *[1] * len(models)])
     figure.suptitle("Dark cells: what a model would print. Rings: what Python holds; red if the model is wrong",
@@ -550,13 +558,13 @@ def movie(args, lines=40):
             tokens = torch.tensor([task.encode([line])[0]])
             states = [model(tokens, state)[1] for model, state in zip(models, states)]
             run([line.source], memory)
-            held = [memory[name] for name in sorted(memory) if name.isalpha()]
+            held = [memory[name] for name in task.names if name in memory]
             read.append(line.text)
             if len(held) < n:                               # no trace asks before all variables are set
                 continue
             text.set_text("".join(read[-14:]).strip())
             for model, state, image, ring in zip(models, states, images, rings):
-                if not line.source.startswith("print"):     # after that line, a model expects what it prints
+                if not line.source.startswith("print"):     # after a print, what it prints comes next
                     [chances] = beliefs(task, model, state)[:, :, one:one + n].numpy()
                     image.set_data(chances)
                     ring.set_offsets([(value - 1, row) for row, value in enumerate(held)])
@@ -591,13 +599,13 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.print_usage = lambda file: None                  # an error is one line
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command")
-    parser.add_argument("paths", nargs="*", help="folders of finished runs, or .jsonl files")
+    parser.add_argument("paths", nargs="*", help="folders of runs, or .jsonl files; heads and movie: also checkpoints")
     parser.add_argument("--at", default="128x16", help="stage of the traces that heads and movie read [128x16]")
     parser.add_argument("--entry", help="read only the lines of this entry of .jsonl files, such as ladder")
     parser.add_argument("--models", help="draw only these models, such as deltanet,lstm")
     parser.add_argument("--by", default="", help="settings that labels name, such as states,learning_rate")
     parser.add_argument("--save", help="file of the picture: .png, .svg or .pdf; for movie, .gif [out/COMMAND.png]")
-    parser.add_argument("--all", action="store_true", help="draw every figure in assets/ from its table")
+    parser.add_argument("--all", action="store_true", help="draw all figures in assets/")
     args = parser.parse_args(argv)
     if args.all:
         for name, words in ALL.items():

@@ -1304,7 +1304,7 @@ def test_beliefs_and_chances_are_those_of_all_branches_tried_in_python(n_vars, s
         assert len(asked) == batch.predictive[b].any(1).sum() == answers
         known = believed("".join(line.text for line in lines))            # never empty: Python can print this
         for line, end, before, worlds in zip(lines, ends, [None, *known], known):
-            want = [worlds[values] / worlds.total() for values in task.number]
+            want = [worlds[values] / worlds.total() for values in task.state_of]
             assert np.allclose(batch.belief[b, end], want, atol=1e-6)     # zeros until all are assigned
             state = batch.state[b, end, 0]
             assert state == -1 if sum(want) == 0 else want[state] > 0     # the truth is thought possible
@@ -2723,7 +2723,7 @@ FIGURES = {   # command: runs, and what each panel shows of them
     "horizon": ([result([row("64x64", 0.75), row("96x96", 0.5), row("128x64", 0.25)]),
                  result([row("64x64", 0.25)], seed=1), result([row("64x64", 1)], seed=2),
                  {**result([row("64x64")], None, None, seed=1), "model": "by_hand"}],
-                [{"deltanet, 3 seeds": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed": [(64, 1)],
+                [{"deltanet, 3 seeds": [(64, 0.75), (96, 0.5)], "by_hand, 1 seed, run up to 64": [(64, 1)],
                   "seeds": [[(64, 0.75), (96, 0.5)], [(64, 0.25)], [(64, 1)], [(64, 1)]], "chance": CHANCE}]),
     "nats": ([result([row(f"{L}x2{kind}", kl=kl * L, floor=0.5) for L in (64, 128)
                       for kind, kl in (("", 1), (":forced", 2))], chance=math.exp(-2), task="pfsa")],
@@ -2755,9 +2755,9 @@ def shown(axes):
             found[rows[round(y)], x] = line.get_fillstyle()
         else:
             found.setdefault("seeds", []).append(points)
-    for image in axes.images:
+    for mesh in axes.collections:
         for (x, y), words in ((text.get_position(), text.get_text()) for text in axes.texts):
-            shade = image.get_array()[y, x]                               # masked where there is no run
+            shade = mesh.get_array()[y, x]                                # masked where there is no run
             found[rows[y], columns[x]] = words, None if np.ma.is_masked(shade) else round(shade, 9)
     for cell in axes.patches:
         x, y = cell.get_center()
