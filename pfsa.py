@@ -352,7 +352,7 @@ def show_trace():
     beliefs, predictive = batch.belief[batch.line_end], iter(batch.predictive[batch.asked])
     print(f"A trace of stage {stage}. After each line: the belief that a, b, c hold 123, 132, ...")
     print("After each answer: the predictive, how likely 1, 2 and 3 were before it was read.")
-    print(" " * 49, *("".join(map(str, values)) for values in task.number), sep="  ")
+    print(" " * 49, *("".join(map(str, values)) for values in task.state_of), sep="  ")
     for line, belief in zip(lines, beliefs):
         before = next(predictive) if line.answer else ""
         print(f"{line.text[:-1]:49s} {belief} {before}".rstrip())
