@@ -21,8 +21,8 @@ and each slot holds one of a few classes. A *stage* LxS is one part of a curricu
 lines), with a print after every S-th. Symbols: B traces in a batch, T tokens, L length, S spacing, n variables.
 
 A program is held out for testing if a hash of its text is 0 modulo 8, and all other programs are for training. (The
-task trace hashes a part of the text, and fixed stages of pfsa hold nothing out.) A batch depends only on (seed, split,
-stage, its number t, size), so batches are drawn again instead of being stored.
+task trace hashes a part of the text, and the stages same and forced of pfsa hold nothing out.) A batch depends only
+on (seed, split, stage, its number t, size), so batches are drawn again instead of being stored.
 
 Read `run` and the class `Repl` first. You can stop at the section "trace": the rest turns functions into traces.
 
@@ -672,10 +672,10 @@ class Group(Task):
 #     f([1, 2], 0)
 #
 # Python itself runs the function, so control flow and scopes are Python's. Hooks, calls that we insert into its syntax
-# tree, record each statement that has run, and the locals after it. A statement that changes nothing leaves no line,
-# nor do `try`, `with` and `match` themselves. Then the trace, which has only global variables, runs as a script, here
-# and in other processes. If its states differ from the function's, the call is rejected. This happens when a helper
-# function reads a global that is named like a local, or when the output depends on the clock.
+# tree, record each statement that has run, and the locals after it. `pass`, docstrings and bare annotations leave no
+# line, nor do `try`, `with` and `match` themselves. Then the trace, which has only global variables, runs as a script,
+# here and in other processes. If its states differ from the function's, the call is rejected. This happens when a
+# helper function reads a global that is named like a local, or when the output depends on the clock.
 
 class Rejected(BaseException):
     """Says why a call is rejected. It is no Exception, because `except Exception` in the function would catch it."""
@@ -931,7 +931,7 @@ def find_call(tree, call):
             return methods[owner, inner], ast.unparse(whole), whole
     if not owners and name not in functions:
         if methods and not name:
-            raise Rejected("the code has methods, but no function at its top level: give a name")
+            raise Rejected("the code has methods, but no function at its top level: give a name, or C().method(...)")
         raise Rejected(f"the called function is not at the top level of the code: {name or 'there is no def'}")
     function = methods[owners[-1], name] if owners else functions[name]
     called = f"{owners[-1]}().{name}({call['input']})" if owners else f"{name}({call['input']})"

@@ -17,7 +17,7 @@ The matrix in parentheses has the eigenvalues 1 (K-1 times) and 1 - beta_t. At b
 loses nothing of S. With k = e_i - e_j, this reflection swaps the rows i and j of S.
 
 Dividing by |k_t|^2 (the projector form) keeps these eigenvalues for any |k_t| > 0. If a unit key is rounded to bf16,
-|k|^2 can be off by up to 0.5 %. Without the division, the eigenvalue at beta = 2 would therefore not be -1, and after
+|k|^2 can be off by up to 0.8 %. Without the division, the eigenvalue at beta = 2 would therefore not be -1, and after
 a few thousand reflections the state would have exploded or vanished.
 
 Symbols: B batch, T time, H heads, K key dim, V value dim, C chunk length, N chunks. Layout: (B, T, H, K). In the

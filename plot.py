@@ -77,9 +77,6 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     which fits(row) holds. Runs without such a row and paths that are not runs go to args.left_out, which `main`
     prints; `needs` describes the missing row."""
     runs, found = [], []
-    for name in args.by.split(","):
-        if name and not hasattr(Config, name):
-            raise ValueError(f"--by {name}: give settings of train.py, such as learning_rate")
     for path in map(Path, args.paths):
         if path.suffix in (".json", ".jsonl") and not path.is_dir():
             runs += [{**row, "place": str(path)} for row in read_lines(path, args.entry) if "config" in row]
@@ -94,6 +91,9 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
         result["config"] = {**asdict(Config()), **result["config"]}
         # recipe: the settings that all runs of a curve share
         result["recipe"] = {name: x for name, x in result["config"].items() if name not in ASIDE_HERE}
+    for name in args.by.split(",") if runs else []:
+        if name and not any(name in result["config"] for result in runs):
+            raise ValueError(f"--by {name}: give settings of train.py, such as learning_rate")
     for result in runs:
         name = label(result, runs, ["beta_max", *args.by.split(",")])
         rows = [row for row in result[key] if fits(row)]
@@ -255,7 +255,7 @@ def horizon(args):
     return by_commands(plt.subplots(figsize=(7, 5.5))[1], args, "Without a print, trained models forget")
 
 
-# The groups that one layer of a model can hold in theory; other models are not limited.
+# The groups that one layer (of the Transformer: any number) can hold in theory. DeltaProduct is treated below.
 HOLDS = {"ssm": ["Z2"], "rotary_ssm": ["Z2", "Z60"], "transformer": ["Z2", "Z60", "S3", "S4", "S4two"],
          **dict.fromkeys(["deltanet", "gated_deltanet", "kda"], ["Z2", "S5swaps"])}
 
@@ -292,7 +292,8 @@ def ladder(args):
                                          zorder=2))
             words = words if runs else ""
         axes.text(j, i, words, ha="center", va="center", fontsize=9, color=color, zorder=3)
-    axes.pcolormesh(range(len(groups)), range(len(names)), shades, vmin=0, vmax=1.6, cmap="YlGn", edgecolors="white")
+    axes.pcolormesh(np.arange(len(groups) + 1) - 0.5, np.arange(len(names) + 1) - 0.5, shades, vmin=0, vmax=1.6,
+                    cmap="YlGn", edgecolors="white")
     axes.invert_yaxis()
     axes.grid(False)
     axes.set_xticks(range(len(groups)), [f"{group}\n({chances[group]:.0%})" for group in groups])
@@ -353,8 +354,9 @@ def samples(args):
             axes.text(end, row, f"  {', '.join(failed)}", ha="left", va="center", fontsize=8)
         finish(axes, "fewer is better; hollow: not reached\n(and the accuracy at the end)", "", task)
         axes.set_xscale("log", base=4)
-        axes.set_xlim(2 ** 11, 2 ** 19)                     # room for the text at the right
         axes.xaxis.set_major_formatter("{x:,.0f}")
+    for axes in panels:
+        axes.set_xlim(right=6 * axes.get_xlim()[1])         # room for the text
     axes.set_yticks(range(len(names)), names)
     figure.suptitle("Programs until 95 % of the answers are right; each dot is a seed")
     return figure
