@@ -234,14 +234,9 @@ def curve(args):
     return with_legend(figure)
 
 
-def by_seed():
-    """An empty {label: {seed: [(x, y), ...]}}, for `lines`."""
-    return defaultdict(lambda: defaultdict(list))
-
-
 def by_commands(axes, args, title):
     """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL."""
-    curves = by_seed()
+    curves = defaultdict(lambda: defaultdict(list))
     rows = evaluations(args, "evaluation at stage LxL", lambda stage: stage.length == stage.spacing and not stage.kind)
     for name, result, stage, row in rows:
         curves[name][result["seed"]].append((stage.length, row["accuracy"]))
@@ -312,7 +307,7 @@ def nats(args):
     titles = {"": "Prints as in training", "forced": "A possible swap that never happens"}
     for axes, (kind, title) in zip(panels, titles.items()):
         rows = evaluations(args, f"evaluation at stage LxS:{kind}".strip(":"), lambda stage: stage.kind == kind)
-        curves, uniform = by_seed(), []
+        curves, uniform = defaultdict(lambda: defaultdict(list)), []
         for name, result, stage, row in rows:
             curves[name][result["seed"]].append((stage.length, row["kl"]))
             uniform.append((stage.length, -math.log(result["chance"]) - row["floor"]))
