@@ -2757,7 +2757,7 @@ def shown(axes):
             found.setdefault("seeds", []).append(points)
     for mesh in axes.collections:
         for (x, y), words in ((text.get_position(), text.get_text()) for text in axes.texts):
-            shade = mesh.get_array()[y, x]                                # masked where there is no run
+            shade = mesh.get_array().reshape(len(rows), -1)[y, x]         # masked where there is no run
             found[rows[y], columns[x]] = words, None if np.ma.is_masked(shade) else round(shade, 9)
     for cell in axes.patches:
         x, y = cell.get_center()
