@@ -2253,6 +2253,8 @@ def test_a_short_run_has_a_shorter_decay_and_says_so_and_no_warning(tmp_path, ca
             torch.set_warn_always(False)
         assert "decays over the last 32 traces (at most a third of --max-samples)" in out
         assert "stopped by --max-samples, in stage 4" in out
+    all_passed = run_again(tmp_path, capsys, "--max-samples", 24, "--stage-samples", 16, "--cooldown", 8)
+    assert "trained 24 traces" in all_passed and "stopped by" not in all_passed
     assert "the last 16 traces (" in run_again(tmp_path, capsys, "--cooldown", 16)
 
 
@@ -3041,6 +3043,7 @@ def test_help_has_an_example_of_every_command(capsys):
     ("samples nowhere.jsonl", "No such file"), ("samples picture.jsonl", "is not a file of JSON lines: give folders"),
     ("samples table.jsonl --entry told", "no lines of the entry told"),
     ("nats table.jsonl", "no 'kl'"), ("samples table.jsonl --models rnn", "no runs of rnn"),
+    ("samples table.jsonl --by learning_rat", "--by learning_rat: give settings of train.py"),
     ("headline table.jsonl", "seed 0, has no evaluation at stage LxL"),
     ("heads nowhere --at 8x1", "nowhere does not exist"), ("heads one two", "give one run"),
     ("samples table.jsonl --save x.doc", "not supported")])
