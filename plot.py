@@ -53,7 +53,8 @@ plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use"
 ASIDE_HERE = {"seed", *ASIDE}                               # settings in which the runs of one curve may differ
 COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "deltaproduct": "C4", "ssm": "C5",
            "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
-WORDS = {"text": "states in the text", "linear": "state head", "none": "no states", "listperm": "swaps in a list"}
+WORDS = {"auto": "default supervision", "linear": "state head", "text": "states in the text", "none": "no states",
+         "listperm": "swaps in a list"}
 STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # five curves can also be told apart when printed in gray
 
 
@@ -358,22 +359,29 @@ def samples(args):
 
 
 def variables(args):
-    """Traces until the last stage is passed, over the number n of variables: a dot for each run. A hollow dot shows
-    where a run finished without passing it. Lines of n log n, n² and n! start at the median for the smallest n."""
+    """Traces until the last stage is passed, over the number n of variables: a mark for each run. A hollow mark shows
+    where a run finished without passing it. Lines of n log n, n² and n! start at the median of the first label's runs
+    for its smallest n."""
     figure, axes = plt.subplots(figsize=(6, 4))
-    needed = defaultdict(list)
+    dots = defaultdict(list)                                # {label: [(n, traces, whether all is passed), ...]}
     for name, result in load_runs(args):
-        n, passed = result["config"]["n_vars"], [row["stage"] for row in result["passed"]]
-        done = result["trained"] in passed
-        needed[n].append(result["passed"][-1]["samples"] if done else result["samples"])
-        axes.plot(n, needed[n][-1], "o", color=colour_of(name), fillstyle="full" if done else "none")
-    x = sorted(needed)
+        done = result["trained"] in [row["stage"] for row in result["passed"]]
+        traces = result["passed"][-1]["samples"] if done else result["samples"]
+        dots[name].append((result["config"]["n_vars"], traces, done))
+    for look, name, runs in with_looks(dots):
+        mark = look.rstrip("-.:")                           # without a line
+        axes.plot([], [], mark, label=name)
+        for n, traces, done in runs:
+            axes.plot(n, traces, mark, fillstyle="full" if done else "none")
+    first = next(iter(dots.values()))
+    x = sorted({n for n, *_ in first})
+    start = np.median([traces for n, traces, _ in first if n == x[0]])
     growths = [("k-.", "n log n", lambda n: n * math.log(n)), ("k--", "n²", lambda n: n * n),
                ("k:", "n!", math.factorial)]
     for look, name, f in growths:
-        axes.plot(x, [np.median(needed[x[0]]) * f(n) / f(x[0]) for n in x], look, label=f"grows as {name}")
+        axes.plot(x, [start * f(n) / f(x[0]) for n in x], look, label=f"grows as {name}")
     axes.set_yscale("log")
-    axes.set_ylim(top=2 * max(map(max, needed.values())))
+    axes.set_ylim(top=2 * max(traces for runs in dots.values() for _, traces, _ in runs))
     finish(axes, "n, the number of variables", "traces until the last stage is passed", "What more variables cost")
     return with_legend(figure)
 
@@ -582,7 +590,7 @@ ALL = {  # the figures of README.md and assets/RESULTS.md
     "headline.png": f"headline {TABLE} length",
     "ladder.png": f"ladder {TABLE} ladder --by n_householder,n_layer",
     "nats.png": f"nats {TABLE} belief --models gated_deltanet,gru,lstm,m2rnn,transformer",
-    "variables.png": f"variables {TABLE} variables",
+    "variables.png": f"variables {TABLE} variables --by states",
     "samples.png": f"samples {TABLE} forms --by states",
     "horizon.png": f"horizon {TABLE} horizon --by gates,cooldown",
     "heads.png": f"heads {TABLE} heads",

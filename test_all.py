@@ -2776,13 +2776,17 @@ def test_a_figure_shows_the_numbers_of_its_runs(command):
 
 
 def test_what_more_variables_cost_is_counted_to_the_last_stage_and_beside_it_stands_n_factorial():
-    runs = [result(n_vars=n, passed=[{"stage": "8x1", "samples": 50}, *passed])
-            for n, passed in ((2, [{"stage": "64x8", "samples": 100}]), (4, []))]
-    axes = plot.variables(of(*runs)).axes[0]
-    dots = {line.get_fillstyle(): line.get_xydata().tolist() for line in axes.lines if line.get_label()[0] == "_"}
-    assert dots == {"full": [[2, 100]], "none": [[4, 9000]]}
+    last = {"stage": "64x8", "samples": 100}
+    runs = [result(n_vars=n, states=states, passed=[{"stage": "8x1", "samples": 50}, *passed])
+            for n, states, passed in ((2, "auto", [last]), (4, "auto", []), (2, "none", [last | {"samples": 300}]))]
+    axes = plot.variables(of(*runs, by="states")).axes[0]
+    marks = [(line.get_marker(), line.get_fillstyle(), line.get_xydata().tolist()) for line in axes.lines]
+    assert [mark for mark in marks if mark[0] != "None" and mark[2]] == [
+        ("o", "full", [[2, 100]]), ("o", "none", [[4, 9000]]), ("s", "full", [[2, 300]])]
+    assert {line.get_label(): line.get_marker() for line in axes.lines if "deltanet" in line.get_label()} == {
+        "deltanet, default supervision": "o", "deltanet, no states": "s"}
     [line] = [line for line in axes.lines if "n!" in line.get_label()]
-    assert line.get_xydata().tolist() == [[2, 100], [4, 1200]]
+    assert line.get_xydata().tolist() == [[2, 100], [4, 1200]]        # from the first label's runs
 
 
 @pytest.mark.parametrize("model, changes, groups", [
