@@ -7,7 +7,7 @@ Figures of finished runs, one function for each, and looks inside a trained mode
     python plot.py horizon out/* --by gates,cooldown            accuracy at a trace's only print
     python plot.py ladder out/*-group* --by n_householder       a row for each model, a column for each group
     python plot.py samples out/*-parity* --by states            traces until 95 % of the answers are right (P2 Fig. 5)
-    python plot.py variables out/*-n_vars=*                     traces until all stages are passed, over n_vars
+    python plot.py variables out/deltanet-repl*                 traces until the last stage is passed, over n_vars
     python plot.py nats out/*-pfsa*                             hidden branches: KL from the exact probabilities
     python plot.py filters                                      when a linear filter loses its mass (P1 Figs. 9, 10)
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks the state (P1 Figs. 5, 6, 11, 12)
@@ -359,18 +359,18 @@ def samples(args):
 
 
 def variables(args):
-    """Traces until the last stage is passed, over the number n of variables: a mark for each run. A hollow mark shows
-    where a run finished without passing it. Lines of n log n, n² and n! start at the median of the first label's runs
-    for its smallest n."""
+    """Traces until the last stage is passed, over the number n of variables: a mark for each run. A hollow mark is
+    a run that used up its traces without passing it. For comparison, lines proportional to n log n, n² and n! start at
+    the smallest n, at the median of the runs with the first label. Runs of a label may differ in any setting."""
     figure, axes = plt.subplots(figsize=(6, 4))
-    dots = defaultdict(list)                                # {label: [(n, traces, whether all is passed), ...]}
+    dots = defaultdict(list)                                # {label: [(n, traces, whether it passed), ...]}
     for name, result in load_runs(args):
         done = result["trained"] in [row["stage"] for row in result["passed"]]
         traces = result["passed"][-1]["samples"] if done else result["samples"]
         dots[name].append((result["config"]["n_vars"], traces, done))
     for look, name, runs in with_looks(dots):
-        mark = look.rstrip("-.:")                           # without a line
-        axes.plot([], [], mark, label=name)
+        mark = look.rstrip("-.:")                           # the marker alone: "s--" becomes "s"
+        axes.plot([], [], mark, label=name)                 # for the legend
         for n, traces, done in runs:
             axes.plot(n, traces, mark, fillstyle="full" if done else "none")
     first = next(iter(dots.values()))
