@@ -371,14 +371,14 @@ def is_test(program):
 # The tasks
 
 class Repl(Task):
-    """REPL traces: n assignments, then L commands, with a print of one random variable after every S-th command.
+    """REPL traces (P1 Figure 2): n assignments and a print, then L commands, with a print after every S-th.
 
-    With moves="perm", a command permutes all n variables, and all n! permutations are equally likely. In a stage LxS:M,
-    it permutes M random variables, so at most M of them move. With moves="swap", it swaps two variables, and each pair
-    is equally likely. P1's curriculum is 8x1 16x2 32x4 64x8, and ours starts with easier stages. P1 also prints once
-    before the first command; we do not. n_vars is 2 to 9, so that every value is a single digit."""
+    Each print shows one random variable. The first, before any command, is text and not an answer: its value stands
+    a few lines above. With moves="perm", a command permutes all n variables, and all n! permutations are equally
+    likely. With moves="swap", it swaps two variables, and each pair is equally likely. n_vars is 2 to 9, so that every
+    value is a single digit."""
     prompt = ">>> "
-    curriculum = "2x1 4x2 16x2 32x4 64x8"
+    curriculum = "8x1 16x2 32x4 64x8"                 # P1's
     settings = ("n_vars", "moves")
     characters = ">>> print('a', a)\n  # bcdefghi=123456789"
 
@@ -388,19 +388,21 @@ class Repl(Task):
         self.n_vars, self.moves, self.names = n_vars, moves, LETTERS[:n_vars]
         self.n_slots = self.n_classes = n_vars
         self.swaps = [f"{x}, {y} = {y}, {x}" for x, y in combinations(self.names, 2)]
-        if n_vars == 2:                                   # short stages would have too few programs
-            self.curriculum = "8x1 16x2 32x4 64x8"
-        else:
-            easier = [f"2x1:{moved}" for moved in (2, 3) if moved < n_vars and moves == "perm"]
-            self.curriculum = " ".join([*easier, self.curriculum])
         super().__init__(**others)
 
     def program(self, rng, stage, memory):
         yield from self.start(rng, memory)
+        yield from self.question(rng.choice(self.names), memory)
         for step in range(1, stage.length + 1):
             yield self.command(rng, stage.kind)
             if step % stage.spacing == 0:
                 yield from self.question(rng.choice(self.names), memory)
+
+    def draw(self, rng, stage, split):
+        lines = super().draw(rng, stage, split)
+        first = next(i for i, line in enumerate(lines) if line.answer)
+        lines[first] = lines[first]._replace(answer="")               # the print before the first command
+        return lines
 
     def start(self, rng, memory):
         for name, value in zip(self.names, rng.sample(range(1, self.n_vars + 1), self.n_vars)):
