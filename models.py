@@ -390,8 +390,8 @@ class MLP(nn.Module):
         self.down = Linear(cfg.d_mlp, cfg.d_model, terms=2 * cfg.n_layer)
 
     def forward(self, x):
-        gate, up = self.up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        gate, up = self.up.weight.chunk(2)                # two products: halves of one product would be copied
+        return self.down(F.silu(F.linear(x, gate)) * F.linear(x, up))
 
 
 class Block(nn.Module):
