@@ -51,14 +51,15 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
-# Both must be set before torch is loaded. GNU OpenMP: with 1000, a waiting thread soon gives up its core. glibc: keep
-# freed memory, because giving 12 MB tensors back to the system and asking for them again costs a fifth of a step.
+# Two settings from before torch is loaded. With a spin count of 1000, a waiting thread of GNU OpenMP soon gives up its
+# core. And glibc keeps freed memory: to return a 12 MB tensor to the system and ask for it again costs page faults.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if platform.system() == "Linux":
     with contextlib.suppress(OSError, AttributeError):               # another C library has no mallopt
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(-1, 2 ** 30), mallopt(-3, 2 ** 30)                    # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        mallopt(-1, 2 ** 30)                                          # M_TRIM_THRESHOLD
+        mallopt(-3, 2 ** 25)                                          # M_MMAP_THRESHOLD; older ones take no more
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -259,12 +260,13 @@ def evaluate(model, task, stage, cfg):
     return {name: x.item() for name, x in row.items()} | {"by_answer": by_answer.tolist()}
 
 
-def report(model, task, cfg):
+def report(model, task, cfg, known={}):
     """Evaluate in each stage of cfg.eval_at, and print a line for each. -> the rows: the dicts that `evaluate` returns,
-    with "stage" and "chance" added."""
+    with "stage" and "chance" added. known: {stage: the dict of `evaluate`}, of stages that have just been evaluated."""
     rows = []
     for word, stage in zip(cfg.eval_at.split(), parse_stages(cfg.eval_at)):
-        rows.append({"stage": word, **evaluate(model, task, stage, cfg), "chance": task.chance(stage)})
+        row = known.get(word) or evaluate(model, task, stage, cfg)
+        rows.append({"stage": word, **row, "chance": task.chance(stage)})
         show(rows[-1])
     return rows
 
@@ -378,7 +380,7 @@ def run(cfg):
     print(f"device  {cfg.device} ({source['machine']}), {cfg.dtype}, torch {source['torch']}, "
           f"{source['threads']} threads; a scan uses {backend} ({why})")
 
-    started = time.perf_counter() - at.seconds
+    last_test, started = {}, time.perf_counter() - at.seconds
     with tqdm(initial=at.samples, unit=" traces", disable=None) as bar:
         while at.samples < at.end:
             # learning rate: the share of the warmup that is done, and the share of the decay
@@ -435,12 +437,13 @@ def run(cfg):
             # test, save
             if passed or at.step % cfg.eval_every == 0 or at.samples >= at.end:
                 [test] = parse_stages(tested[number])
-                accuracy = evaluate(model, task, test, cfg)["accuracy"]
-                at.held_out.append([at.samples, tested[number], accuracy])
+                row = evaluate(model, task, test, cfg)
+                last_test = {tested[number]: row}
+                at.held_out.append([at.samples, tested[number], row["accuracy"]])
                 parts = " + ".join(f"{name} {term:.3f}" for name, term in terms.items())
                 what = f"stage {words[number]} passed" if passed else f"stage {words[number]}"
                 tqdm.write(f"step {at.step}: {at.samples:,} traces, {at.seconds:.0f} s, {what}, {mean:.1%} right, "
-                           f"held out {accuracy:.1%} at {tested[number]}, loss {loss:.3f} = {parts}")
+                           f"held out {row['accuracy']:.1%} at {tested[number]}, loss {loss:.3f} = {parts}")
                 checkpoint = {"config": as_given, **source, "at": vars(at), "pieces": task.tokenizer.pieces,
                               "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
                 save(folder / "ckpt.pt", partial(torch.save, checkpoint))
@@ -455,8 +458,8 @@ def run(cfg):
         print(f"stopped by --max-samples, in stage {reached}")
     result = {"model": cfg.model, "task": cfg.task, "seed": cfg.seed, "params": count(model), "chance": chance,
               "trained": words[-1], "reached": reached, "samples": at.samples, "steps": at.step,
-              "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out, "eval": report(model, task, cfg),
-              **source, "config": as_given}
+              "seconds": at.seconds, "passed": at.passed, "held_out": at.held_out,
+              "eval": report(model, task, cfg, last_test), **source, "config": as_given}
     save(folder / "result.json", lambda part: part.write_text(json.dumps(result) + "\n"))
     return 0
 
@@ -550,8 +553,10 @@ def as_read(task, typed):
 
 
 def typed_lines(task, seed):
-    """Yield lists of lines of repl: first the assignments, then each line that somebody types, until Ctrl-D or quit."""
-    start = [*task.start(random.Random(seed), {})]
+    """Yield lists of lines of repl: first the assignments and a print, as in each trace, then each line that somebody
+    types, until Ctrl-D or quit."""
+    rng = random.Random(seed)
+    start = [*task.start(rng, {}), *task.question(rng.choice(task.names), {})]
     print("".join(f"{task.prompt}{line}\n" for line in start), end="")
     yield start
     while True:
