@@ -51,10 +51,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
-# Two settings from before torch is loaded. With a spin count of 1000, a waiting thread of GNU OpenMP soon gives up its
+# Two settings from before torch is loaded. With a spin count of 5000, a waiting thread of GNU OpenMP soon gives up its
 # core. And glibc keeps freed memory: to return a 12 MB tensor to the system and ask for it again costs page faults.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 if platform.system() == "Linux":
     with contextlib.suppress(OSError, AttributeError):               # another C library has no mallopt
         mallopt = ctypes.CDLL("libc.so.6").mallopt
