@@ -2639,7 +2639,7 @@ def test_a_task_that_draws_from_elsewhere_is_refused(tmp_path, monkeypatch, caps
 
 
 def test_waiting_threads_give_way_unless_somebody_says_otherwise():
-    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)):
+    for given, expected in (({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)):
         environment = {name: x for name, x in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
         code = "before, _, _ = open('train.py').read().partition('import torch\\n'); exec(before)"
         done = command("-c", f"{code}; print(os.environ.get('GOMP_SPINCOUNT'))", cwd=HERE, env=environment | given)

@@ -96,7 +96,7 @@ class Config:
     n_householder: int = 2         # reflections per token (mixer deltaproduct)
     states: str = "auto"           # a head (linear, transformer, contrastive), text (in the trace), none; auto: by task
     # training
-    reveal_weight: float = 1.0     # extra weight on the loss at answers; of repl's 64x8, one token in 181 is one
+    reveal_weight: float = 1.0     # extra weight on the loss at answers; of repl's 64x8, one token in 182 is one
     batch_size: int = 4            # traces per step; with small batches, the same number of traces gives more steps
     micro_batches: int = 1         # parts of a batch (gradient accumulation saves memory); each has its own mean loss
     learning_rate: float = 1.8e-2  # peak learning rate
