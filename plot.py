@@ -559,7 +559,8 @@ def movie(args, lines=40):
     Path(args.save).parent.mkdir(parents=True, exist_ok=True)
     writer, memory, states, read = PillowWriter(fps=2.5), {}, [None] * len(models), []
     with writer.saving(figure, args.save, 130):
-        figure.draw_without_rendering()
+        for _ in range(2):                                  # the second pass knows the labels of square panels
+            figure.draw_without_rendering()
         figure.set_layout_engine("none")                    # so that the panels stay where they are now
         for line in trace:
             tokens = torch.tensor([task.encode([line])[0]])
