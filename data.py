@@ -163,8 +163,8 @@ def run(program, memory, prompt="", see=None):
 # Stages and batches
 
 class Stage(NamedTuple):
-    """One part of a curriculum, written LxS, or L for Lx1. A kind may follow. In repl's LxS:M, a command moves at most
-    M variables. In tasks with one answer per trace, L:M means M to L lines. Group and pfsa have kinds of their own."""
+    """One part of a curriculum, written LxS, or L for Lx1. A kind may follow: in tasks with one answer per trace, L:M
+    means M to L lines; group and pfsa have kinds of their own."""
     length: int                   # number of commands, lines or group elements
     spacing: int = 1              # commands between two prints
     kind: str = ""
@@ -394,7 +394,7 @@ class Repl(Task):
         yield from self.start(rng, memory)
         yield from self.question(rng.choice(self.names), memory)
         for step in range(1, stage.length + 1):
-            yield self.command(rng, stage.kind)
+            yield self.command(rng)
             if step % stage.spacing == 0:
                 yield from self.question(rng.choice(self.names), memory)
 
@@ -411,13 +411,10 @@ class Repl(Task):
     def question(self, name, memory):
         yield f"print('{name}', {name})"
 
-    def command(self, rng, kind):
+    def command(self, rng):
         if self.moves == "swap":
             return rng.choice(self.swaps)
-        moved = rng.sample(self.names, int(kind or self.n_vars))
-        takes = dict(zip(sorted(moved), moved))
-        right = [takes.get(name, name) for name in self.names]
-        return f"{', '.join(self.names)} = {', '.join(right)}"
+        return f"{', '.join(self.names)} = {', '.join(rng.sample(self.names, self.n_vars))}"
 
     def slots(self, memory):
         return [memory.get(name, 0) - 1 for name in self.names]
@@ -425,16 +422,10 @@ class Repl(Task):
     def chance(self, stage):
         return 1 / self.n_vars
 
-    def check_stage(self, stage):
-        kinds = [""] if self.moves == "swap" else ["", *map(str, range(1, self.n_vars + 1))]
-        if stage.kind not in kinds:
-            raise BadInput(f"stage {stage}: write LxS or, with --moves perm, LxS:M, where at most M variables "
-                           f"move (M is 1 to {self.n_vars})")
-
     def beyond(self, last):
         """The last stage, then ones with twice the length, twice the spacing, twice both, and four times both."""
         factors = (1, 1), (2, 1), (1, 2), (2, 2), (4, 4)
-        stages = [Stage(last.length * longer, last.spacing * sparser, last.kind) for longer, sparser in factors]
+        stages = [Stage(last.length * longer, last.spacing * sparser) for longer, sparser in factors]
         return [stage for stage in stages if stage.spacing <= stage.length]
 
 
