@@ -39,7 +39,6 @@ import itertools
 import logging
 import math
 import os
-import warnings
 from types import SimpleNamespace
 
 import torch
@@ -53,6 +52,7 @@ except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=lambda x: x)
     jit = kernel = lambda f: f
 
+BACKENDS = ["loop", "torch", "triton"]
 LOG_MIN = -7.0  # smallest log-gate: with 16 steps, exp(7 * 16 / 2) times a key of 1e12 still fits into fp32
 
 
@@ -155,6 +155,17 @@ def decays(g):
     return (c - mid).exp(), (mid - c).exp(), mid.exp().mT
 
 
+def no_second_derivative(backward):
+    """Make a backward pass raise RuntimeError under create_graph=True, where autograd would take its result for a
+    constant."""
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise RuntimeError('this backend of delta_rule has no second derivative: use backend="loop"')
+        return backward(ctx, *grads)
+    return checked
+
+
 class DeltaRuleChunks(torch.autograd.Function):
     """The equations above. All tensors share one dtype; g is None or log-gates (B, T, H, K or 1)."""
 
@@ -200,7 +211,7 @@ class DeltaRuleChunks(torch.autograd.Function):
         return from_chunks(O, B, T, H), end.unflatten(0, (B, H))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @no_second_derivative
     @torch.autocast("cpu", enabled=False)                                # backward() may run in autocast
     @torch.autocast("cuda", enabled=False)
     def backward(ctx, dO, dS):
@@ -277,7 +288,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")     # on a
 
 
 @jit
-def parts(x):
+def bf16_parts(x):
     """fp32 -> three bf16 numbers whose sum is x, the largest first. -65536 is the mask 0xFFFF0000: it keeps the
     sign, the exponent and the first eight binary digits of a number, as bf16 does."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
@@ -291,10 +302,10 @@ def dot(a, b):
     if INTERPRETED or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):   # the interpreter has no bf16
         return tl.dot(a, b)
     elif a.dtype == tl.bfloat16:
-        high, middle, low = parts(b)
+        high, middle, low = bf16_parts(b)
         return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
     elif b.dtype == tl.bfloat16:
-        high, middle, low = parts(a)
+        high, middle, low = bf16_parts(a)
         return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b)))
     else:
         return tl.dot(a, b, input_precision="bf16x6")
@@ -469,7 +480,7 @@ CHUNK, WIDEST = 16, 128                                  # C; largest K or V
 
 
 @functools.cache
-def settings(K):
+def launch_options(K):
     """-> the kernels' compile-time settings. With num_stages 2, a loop may load its next tiles while it computes."""
     BK = max(16, triton.next_power_of_2(K))
     return dict(C=CHUNK, BK=BK, BV=max(16, BK // 4), num_warps=min(4, BK // 16), num_stages=2)
@@ -482,144 +493,49 @@ class DeltaRuleTriton(torch.autograd.Function):
     def forward(ctx, q, k, v, beta, g, state, grad):
         q, k, v, beta, g, state = (x if x is None else x.contiguous() for x in (q, k, v, beta, g, state))
         (B, T, H, K), V = k.shape, v.shape[-1]
-        N, grid = -(-T // CHUNK), (B * H, -(-V // settings(K)["BV"]))    # rounded up
+        N, grid = -(-T // CHUNK), (B * H, -(-V // launch_options(K)["BV"]))    # rounded up
         o, end = torch.empty_like(v), torch.empty_like(state)
         m, p, b = *state.new_empty(2, B * H, N, CHUNK, CHUNK), torch.empty_like(beta)
         starts = x = d = None
         if grad and any(ctx.needs_input_grad):                           # needs_input_grad is set also under no_grad
             starts, x, d = v.new_empty(B * H, N, V, K), torch.empty_like(v), torch.empty_like(v)
         with torch.cuda.device_of(k):                                    # k may be on another GPU
-            prepare_kernel[(B * H * N,)](q, k, beta, g, m, p, b, T, H, K, **settings(K))
-            forward_kernel[grid](q, k, v, g, m, p, b, state, o, end, starts, x, d, T, H, K, V, **settings(K))
+            prepare_kernel[(B * H * N,)](q, k, beta, g, m, p, b, T, H, K, **launch_options(K))
+            forward_kernel[grid](q, k, v, g, m, p, b, state, o, end, starts, x, d, T, H, K, V, **launch_options(K))
         ctx.save_for_backward(q, k, beta, g, m, p, b, starts, x, d)
         return o, end
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @no_second_derivative
     def backward(ctx, do, dend):
         q, k, beta, g, m, p, b, starts, x, d = ctx.saved_tensors
         do, dend = do.contiguous(), dend.contiguous()
         (B, T, H, K), V, N = k.shape, x.shape[-1], starts.shape[1]
         dy, ds_after, dstart = torch.empty_like(x), torch.empty_like(starts), torch.empty_like(dend)
         dq, dk, dv, dbeta, dg = (y if y is None else torch.empty_like(y) for y in (q, k, x, beta, g))
-        grid = B * H, -(-V // settings(K)["BV"])
+        grid = B * H, -(-V // launch_options(K)["BV"])
         with torch.cuda.device_of(k):
             backward_state_kernel[grid](q, k, g, m, p, b, do, dend, dy, ds_after, dstart,
-                                        T, H, K, V, **settings(K))
+                                        T, H, K, V, **launch_options(K))
             backward_inputs_kernel[(B * H * N,)](q, k, beta, g, x, d, starts, do, dy, ds_after,
-                                                 dq, dk, dv, dbeta, dg, T, H, K, V, **settings(K))
+                                                 dq, dk, dv, dbeta, dg, T, H, K, V, **launch_options(K))
         return dq, dk, dv, dbeta, dg, dstart, None
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Choosing the backend: what the kernels cannot do, and a trial of the kernels on a GPU
-
-APPLY = DeltaRuleTriton.apply  # kept: each access to .apply makes a new object, which torch 2.14 would recompile
-BACKENDS = ("loop", "torch", "triton")
-TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # the largest accepted `errors`, for up to 100 steps
-
-
-def why_not_triton(device, dtype, K, V):
-    """-> why the kernels cannot run with this device, dtype and head widths, or None if they can."""
-    if triton is None:
-        return "the package triton is not installed"
-    if device.type != "cuda" and not INTERPRETED:
-        return f"the tensors are on {device.type}, but the kernels run on a CUDA GPU"
-    if dtype == torch.float64:
-        return "the tensors are fp64, but the kernels compute in fp32"
-    if max(K, V) > WIDEST:
-        return f"the heads are {max(K, V)} wide, but the kernels take at most {WIDEST}"
-    if dtype == torch.bfloat16 and K == 1:
-        return "at K = 1, the kernels' gradients in bf16 are off by up to 13 %"
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return "torch finds no CUDA GPU on this machine"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "the kernels need a GPU of sm_80 or newer"
-    return None
-
-
-def swaps(B, T, H, K, V, gate=None, dtype=torch.float32, device="cpu"):
-    """-> q, k, v, beta in dtype, and g, state in fp32. Beta is 2 and each key is along e_i - e_j, so each step swaps
-    two of the first five rows of the state, and then adds 2 k v^T. gate: the mean log-gate, or None for no gates."""
-    here = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
-    q = F.normalize(torch.randn(B, T, H, K, **here), dim=-1)
-    v = torch.randn(B, T, H, V, **here) / math.sqrt(V)
-    pairs = torch.rand(B, T, H, min(5, max(2, K)), **here).argsort(-1)
-    unit = torch.eye(max(2, K), dtype=torch.float64, device="cpu")[:, :K]
-    k = F.normalize(unit[pairs[..., 0]] - unit[pairs[..., 1]], dim=-1)
-    beta = 2 * torch.ones_like(k[..., 0])
-    state = torch.randn(B, H, K, V, **here).to(device, torch.float32)
-    g = None if gate is None else (2 * gate * torch.rand(B, T, H, K, **here)).to(device, torch.float32)
-    return [x.to(device, dtype) for x in (q, k, v, beta)] + [g, state]
-
-
-def errors(tensors, truth):
-    """Relative error of each tensor, |a - b| / |b|, with |b| at least 1e-6 of the largest |b|."""
-    largest = max(b.norm() for b in truth)
-    return [((a.double() - b).norm() / max(b.norm(), 1e-6 * largest)).item() for a, b in zip(tensors, truth)]
-
-
-def with_gradients(inputs, backend, **options):
-    """-> o and the last state, then the gradients of a random weighted sum of both. Under no_grad, no gradients."""
-    inputs = [x if x is None else x.detach().requires_grad_(torch.is_grad_enabled()) for x in inputs]
-    found = delta_rule(*inputs, backend=backend, **options)
-    if not torch.is_grad_enabled():
-        return found
-    rng = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=rng, device="cpu").to(x) for x in found]
-    grads = torch.autograd.grad(found, [x for x in inputs if x is not None], weights)
-    return [x.detach() for x in (*found, *grads)]
-
-
-def compare(inputs, backend, **options):
-    """-> {name: error}: the error of all that a backend returns, against the loop in float64 on the same numbers."""
-    truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
-    found = with_gradients(inputs, backend, **options)
-    names = [name for name in TENSORS if name != "dg" or inputs[4] is not None]
-    return dict(zip(names, errors(found, truth)))
-
-
-@functools.cache
-def trial(device, dtype, K, V):
-    """Compare the kernels with the loop, with and without gates and gradients. -> None if they pass, else the reason
-    not to use them, which is also shown as a warning."""
-    try:
-        for T, gate, gradients in itertools.product((1, 40), (None, -0.3), (True, False)):
-            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-                found = compare(swaps(1, T, 2, K, V, gate, dtype, device), "triton")
-            for name, error in found.items():
-                if not error <= TOLERANCE[torch.float32 if name == "state" else dtype]:
-                    raise ArithmeticError(f"on this GPU, {name} is off by {error:.0e}")
-    except Exception as error:                                           # also no C compiler, or out of resources
-        obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(f"delta_rule uses its torch backend instead of its kernels: {obstacle}")
-        return obstacle
-
-
-def opaque(f):
-    """Hide f from torch.compile. As a decorator, it would import the compiler, which takes a second."""
-    return torch.compiler.disable(f) if torch.compiler.is_compiling() else f
-
-
-def resolve_backend(backend="auto", device="cpu", dtype=torch.float32, K=64, V=64):
-    """-> the backend for this device, dtype and head widths, and why. Raises ValueError if `backend` cannot run."""
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend '{backend}': choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
-    device = torch.device(device)
-    if backend == "auto" and device.type != "cuda":
-        return "torch", "chunks, on any device"
-    obstacle = None if backend in ("loop", "torch") else why_not_triton(device, dtype, K, V)
-    if obstacle and backend == "triton":
-        raise ValueError(f"backend 'triton': {obstacle}: use 'torch'")
-    if backend != "auto":
-        return backend, "as requested"
-    obstacle = obstacle or opaque(trial)(device, dtype, K, V)
-    return ("torch", f"not triton: {obstacle}") if obstacle else ("triton", "kernels for this GPU")
-
-
-# ----------------------------------------------------------------------------------------------------------
 # The public function
+
+def kernels_fit(dtype, K, V):
+    """Whether the kernels are right for this dtype of q, k and v, and these widths of a head."""
+    return dtype != torch.float64 and max(K, V) <= WIDEST and (K > 1 or dtype == torch.float32)
+
+
+def pick_backend(device, dtype, K, V):
+    """-> "triton" where its kernels can run, else "torch". device: a torch.device, or its name."""
+    device = torch.device(device)
+    ready = triton and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "triton" if ready and kernels_fit(dtype, K, V) else "torch"
+
 
 def check_shapes(q, k, v, state, g=None, **per_step):
     """-> B, T, H, K, V. Raises ValueError unless each tensor is None or fits k. per_step: more tensors, (B, T, H)."""
@@ -646,23 +562,26 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
     q, k (B, T, H, K), v (B, T, H, V), beta (B, T, H): in fp64, fp32, bf16 or fp16, with any strides, not empty.
     g: None, or log-gates <= 0, one per channel of the keys (B, T, H, K), or one for all channels (B, T, H) or
     (B, T, H, 1). Log-gates below -7 are clamped to -7 and get no gradient. state: the first state (B, H, K, V), or
-    None for zeros. backend: "auto" (triton where its kernels can run, else torch), or one of BACKENDS. chunk: the
-    steps per chunk for torch, or None for a good number. With gates, a chunk has at most 16 steps.
+    None for zeros. backend: "loop", "torch" (chunks), "triton", or "auto", which is what `pick_backend` returns. chunk:
+    the steps per chunk for torch, or None for a good number. With gates, a chunk has at most 16 steps.
 
     Returns o (B, T, H, V) in v's dtype, and the last state (B, H, K, V). Sums and state are fp32 (fp64 if v is
     fp64), also under autocast; but the loop is protected from autocast in its forward only. If you allow TF32, the
-    backends loop and torch use it. All tensors are differentiable, once. Keys may be zero, or have any length from
+    backends loop and torch use it. All tensors are differentiable. Keys may be zero, or have any length from
     1e-12 (1e-6 with gates at the clamp) to 1e12. beta is not checked; outside [0, 2] the state explodes.
 
-    Raises ValueError, with the reason, for bad shapes and for a backend that is not available. On a GPU, the first call
-    of "auto" with a dtype, K and V tries the kernels, and warns if it rejects them. So make this call before you
-    capture a CUDA graph. "triton" does not try them, so with a Triton that is too old you get Triton's own error."""
+    Raises ValueError for bad shapes and unknown backends, and RuntimeError where second derivatives are asked for (the
+    loop has them)."""
     if g is not None and g.dim() == 3:
         g = g[..., None]
     B, T, H, K, V = check_shapes(q, k, v, state, g, beta=beta)
     out_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
     kernel_dtype = torch.bfloat16 if {q.dtype, k.dtype, v.dtype} == {torch.bfloat16} else dtype
-    backend, _ = resolve_backend(backend, v.device, kernel_dtype, K, V)
+    if backend == "auto":
+        backend = pick_backend(v.device, kernel_dtype, K, V)
+    elif backend not in BACKENDS or backend == "triton" and not (triton and kernels_fit(kernel_dtype, K, V)):
+        raise ValueError(f"backend '{backend}': choose auto, loop, torch or triton (which needs the package triton, "
+                         f"heads at most {WIDEST} wide, and no fp64)")
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = (x.to(kernel_dtype if backend == "triton" else dtype) for x in (q, k, v))
         beta = beta.to(dtype)
@@ -676,7 +595,7 @@ def delta_rule(q, k, v, beta, g=None, state=None, chunk=None, backend="auto"):
             o, S = DeltaRuleChunks.apply(q, k, v, beta, g, S, min(C, T) if g is None else min(C, T, 16))
         else:
             g = g if g is None else g.expand_as(k)
-            o, S = opaque(APPLY)(q, k, v, beta, g, S, torch.is_grad_enabled())
+            o, S = DeltaRuleTriton.apply(q, k, v, beta, g, S, torch.is_grad_enabled())
     return o.to(out_dtype), S
 
 
@@ -711,6 +630,54 @@ def decay_scan(q, k, v, a=None, state=None, chunk=32):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Comparing a backend with the loop in float64
+
+TENSORS = ("o", "state", "dq", "dk", "dv", "dbeta", "dg", "dstate")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # the largest accepted `errors`, for up to 100 steps
+
+
+def row_swaps(B, T, H, K, V, gate=None, dtype=torch.float32, device="cpu"):
+    """-> q, k, v, beta in dtype, and g, state in fp32. Beta is 2 and each key is along e_i - e_j, so each step swaps
+    two of the first five rows of the state, and then adds 2 k v^T. gate: the mean log-gate, or None for no gates."""
+    here = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    q = F.normalize(torch.randn(B, T, H, K, **here), dim=-1)
+    v = torch.randn(B, T, H, V, **here) / math.sqrt(V)
+    pairs = torch.rand(B, T, H, min(5, max(2, K)), **here).argsort(-1)
+    unit = torch.eye(max(2, K), dtype=torch.float64, device="cpu")[:, :K]
+    k = F.normalize(unit[pairs[..., 0]] - unit[pairs[..., 1]], dim=-1)
+    beta = 2 * torch.ones_like(k[..., 0])
+    state = torch.randn(B, H, K, V, **here).to(device, torch.float32)
+    g = None if gate is None else (2 * gate * torch.rand(B, T, H, K, **here)).to(device, torch.float32)
+    return [x.to(device, dtype) for x in (q, k, v, beta)] + [g, state]
+
+
+def errors(tensors, truth):
+    """Relative error of each tensor, |a - b| / |b|, with |b| at least 1e-6 of the largest |b|."""
+    largest = max(b.norm() for b in truth)
+    return [((a.double() - b).norm() / max(b.norm(), 1e-6 * largest)).item() for a, b in zip(tensors, truth)]
+
+
+def with_gradients(inputs, backend, **options):
+    """-> o and the last state, then the gradients of a random weighted sum of both. Under no_grad, no gradients."""
+    inputs = [x if x is None else x.detach().requires_grad_(torch.is_grad_enabled()) for x in inputs]
+    outputs = delta_rule(*inputs, backend=backend, **options)
+    if not torch.is_grad_enabled():
+        return outputs
+    rng = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=rng, device="cpu").to(x) for x in outputs]
+    grads = torch.autograd.grad(outputs, [x for x in inputs if x is not None], weights)
+    return [x.detach() for x in (*outputs, *grads)]
+
+
+def compare(inputs, backend, **options):
+    """-> {name: error}: the error of all that a backend returns, against the loop in float64 on the same numbers."""
+    truth = with_gradients([x if x is None else x.double() for x in inputs], "loop")
+    outputs = with_gradients(inputs, backend, **options)
+    names = [name for name in TENSORS if name != "dg" or inputs[4] is not None]
+    return dict(zip(names, errors(outputs, truth)))
+
+
+# ----------------------------------------------------------------------------------------------------------
 # python kernels.py: errors against the loop in float64; after a long run, against chunks in float64; then times
 
 @torch.no_grad()
@@ -728,7 +695,7 @@ def clock(shape, dtype, device, backends):
     logging.getLogger("torch.utils.cpp_extension").setLevel("ERROR")     # else it says "No CUDA runtime is found"
     from torch.utils.benchmark import Timer
     B, T, H, K = shape
-    inputs = [x.requires_grad_() for x in swaps(B, T, H, K, K, None, dtype, device)[:4]]
+    inputs = [x.requires_grad_() for x in row_swaps(B, T, H, K, K, None, dtype, device)[:4]]
 
     forward = "delta_rule(*inputs, backend=backend)[0]"
     both = f"torch.autograd.grad({forward}, inputs, inputs[2])"           # v has the shape and the dtype of o
@@ -741,17 +708,17 @@ def clock(shape, dtype, device, backends):
 
 def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend, why = resolve_backend(device=device)
-    print(f"device {device}; backend {backend}: {why}\n\nerrors against the loop in float64, 200 swaps")
+    backend = pick_backend(device, torch.float32, 64, 64)
+    print(f"device {device}; backend {backend}\n\nerrors against the loop in float64, 200 swaps")
     print(" " * 24, *(f"{name:>8s}" for name in TENSORS))
     for dtype, gate in itertools.product((torch.float32, torch.bfloat16), (None, -0.3)):
-        found = compare(swaps(1, 200, 2, 32, 32, gate, dtype, device), backend)
-        row = [f"{found[name]:8.0e}" if name in found else " " * 8 for name in TENSORS]
+        worst = compare(row_swaps(1, 200, 2, 32, 32, gate, dtype, device), backend)
+        row = [f"{worst[name]:8.0e}" if name in worst else " " * 8 for name in TENSORS]
         print(f"{str(dtype)[6:] + ', gates ' + str(gate):24s}", *row)
 
     print("\nerror of the state after 65,536 swaps, worst of 16 heads")
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = swaps(1, 65536, 16, 16, 16, None, dtype, device)[:4]
+        inputs = row_swaps(1, 65536, 16, 16, 16, None, dtype, device)[:4]
         print(f"{str(dtype)[6:]:24s}{drift(inputs, backend):9.0e}", flush=True)
 
     dtype, backends = torch.float32, ["loop", "torch"]
