@@ -33,7 +33,9 @@ weight tying, padding masks.
 
 Read `DeltaNet` and `LM` first. Look at all mixers, and check yours:   python models.py
 """
+import copy
 import math
+import traceback
 from types import SimpleNamespace
 
 import torch
@@ -408,10 +410,7 @@ class Block(nn.Module):
     def forward(self, x, state=None):
         conv_state, mixer_state = state or (None, None)
         y, conv_state = self.conv(self.norm1(x), conv_state)
-        returned = self.mixer(y, mixer_state)
-        if not isinstance(returned, (tuple, list)) or returned[0].shape != x.shape:
-            raise TypeError(f"{type(self.mixer).__name__}.forward: return (y, state), where y has the shape of x")
-        y, mixer_state = returned
+        y, mixer_state = self.mixer(y, mixer_state)
         x = x + y
         return x + self.mlp(self.norm2(x)), (conv_state, mixer_state)
 
@@ -656,18 +655,10 @@ def by_hand(task):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# python models.py: the size of each mixer, and its output computed in three ways
-
-def tensors(state):
-    """The tensors in a state, including those in nested lists and tuples. Anything else is ignored."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    parts = state if isinstance(state, (list, tuple)) else ()
-    return [x for part in parts for x in tensors(part)]
-
+# Long sequences in pieces, and a check that a mixer allows it
 
 def in_pieces(model, tokens, length):
-    """-> hidden (B, T, D), computed `length` tokens at a time; the same as all at once, unless a mixer is WRONG."""
+    """-> hidden (B, T, D), computed `length` tokens at a time; the same as all at once, unless a mixer is wrong."""
     state, pieces = None, []
     for piece in tokens.split(length, 1):
         hidden, state = model(piece, state)
@@ -676,21 +667,46 @@ def in_pieces(model, tokens, length):
 
 
 @torch.no_grad()
+def fault(mixer, width):
+    """-> what is wrong with a mixer of this width, in one line, or "": it must return (y, state), with y like x, and
+    compute from a sequence in pieces, carrying the state, what it computes in one pass."""
+    mixer = copy.deepcopy(mixer).cpu()
+    for p in mixer.parameters():                          # a weight that starts at 0 would hide an error
+        p += 0.1 * torch.arange(p.numel()).view_as(p).cos()
+    x = torch.arange(3 * 40 * width).view(3, 40, width).square().cos()
+    try:
+        once, _ = mixer(x, None)
+        if once.shape != x.shape:
+            return f"returns y of the shape {tuple(once.shape)} for x {tuple(x.shape)}: give them the same shape"
+        apart = max((in_pieces(mixer, x, length) - once).abs().max().item() for length in (1, 7))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"raises {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
+    if not apart < 1e-3:
+        return f"computes in pieces what differs by {apart:.0e}: it sees the future, loses its state, or is random"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# python models.py: all mixers, their sizes, and whether they are right
+
+def numbers(state):
+    """How many numbers a state holds, in tensors that may stand in lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        return state.numel()
+    return sum(map(numbers, state)) if isinstance(state, (list, tuple)) else 0
+
+
 def main():
-    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=2, n_head=2, conv=4, beta_max=2.0, gates="exact",
+    cfg = SimpleNamespace(d_model=64, d_mlp=128, n_layer=1, n_head=1, conv=12, beta_max=2.0, gates="exact",
                           n_householder=2, states="none")
     torch.manual_seed(0)
-    tokens = torch.randint(256, (1, 60))
-    print("model              parameters  state, numbers  token by token  in segments")
-    for name in [*MIXERS, "deltanet+lstm"]:
-        cfg.model = name
-        model = LM(cfg, vocab_size=256)
-        whole, state = model(tokens)
-        numbers = sum(x.numel() for x in tensors(state))
-        one, some = ((in_pieces(model, tokens, n) - whole).abs().max() for n in (1, 23))
-        wrong = "" if one < 1e-3 and some < 1e-3 else "  WRONG: it sees the future, loses its state, or is random"
-        print(f"{name:18s}{count(model):12,}{numbers:16,}{one:16.0e}{some:13.0e}{wrong}")
-    print("last two columns: largest difference from one pass over the whole sequence; state: its size after 60 tokens")
+    print("mixer              parameters  state after 60 tokens, numbers")
+    for name, kind in MIXERS.items():
+        mixer = kind(cfg)
+        wrong = fault(mixer, cfg.d_model)
+        state = None if wrong else mixer(torch.randn(1, 60, cfg.d_model), None)[1]
+        print(f"{name:18s}{count(mixer):12,}", f"WRONG: it {wrong}" if wrong else f"{numbers(state):12,}")
     print("notice: only the transformer's state grows with the number of tokens")
 
 
