@@ -128,7 +128,7 @@ class Line(NamedTuple):
     source: str                   # the source that was executed; "" for a line that was not executed
     text: str                     # the line in the trace, with prompt and newline
     answer: str                   # the end of `text`, which a model must predict; "" if none
-    state: object = None          # the state after the line, as `see` returns it
+    state: object = None          # the state after the line, as `state_after` returns it
 
 
 @lru_cache(maxsize=100_000)
@@ -140,17 +140,17 @@ def compiled(source):
         raise BadInput(f"the line {source!r} is not a complete statement ({error.msg}): yield each statement whole")
 
 
-def run(program, memory, prompt="", see=None):
+def run(program, memory, prompt="", state_after=None):
     """Execute a program's lines one by one in `memory`, a dict of variables. -> list of Lines, also of printed ones.
 
     program: an iterable of source lines, each a whole statement. A generator may read `memory` before it yields a
-    line. see(memory, source): returns the state to record after a line. An answer is a printed line's last word, or
-    what follows == in an assert. Raises BadInput for a line that is not a whole statement."""
+    line. state_after(memory, source): returns the state to record after a line. An answer is the last word of a
+    printed line, or what follows == in an assert. Raises BadInput for a line that is not a whole statement."""
     lines, printed = [], []
     memory["__builtins__"] = {**vars(builtins), "print": lambda *x: printed.append(" ".join(map(str, x)))}
     for source in program:
         exec(compiled(source), memory)
-        state = see(memory, source) if see else None
+        state = state_after(memory, source) if state_after else None
         answer = source.partition(" == ")[2] if source.startswith("assert ") else ""
         lines.append(Line(source, f"{prompt}{source}\n", answer, state))
         for text in printed:
@@ -211,19 +211,18 @@ def pad(rows, value=PAD):
 # What tasks share
 
 class Task:
-    """The base class of tasks. Your own task defines `program` and gets a name in TASKS. To train with the linear state
-    head, it also defines `slots`, n_slots and n_classes.
+    """The base class of tasks. A task of your own defines `program`, which yields statements of Python, and gets a name
+    in TASKS. To train with the linear state head, it also defines `slots`, n_slots and n_classes.
 
-    `program` yields whole statements: `for i in range(3): x += i` is one, `for i in range(3):` is not. All traces of a
-    stage must have the same number of answers, each of one token; if `whole`, one answer of any number of tokens.
+    What a program prints, or asserts, are the answers. All traces of a stage have equally many, each of one token; with
+    one_answer, a trace has a single answer of any length.
 
-    states: how the state supervises training. "linear": a linear head predicts the slots' classes. "transformer" or
-    "contrastive": the state head of this name in models.py learns the state as text. "text": states are comments in
-    the trace.
-    "none": not at all. "auto": linear if there are slots, else none. Raises BadInput for bad values."""
+    states: how the program's state supervises training. "linear": a linear head predicts the classes of the slots.
+    "transformer", "contrastive": the head of this name in models.py learns the state as text. "text": states stand in
+    the trace, as comments. "none": not at all. "auto": linear if there are slots, else none. Raises BadInput."""
     prompt = ""
     curriculum = "8x1"
-    whole = False                 # one answer per trace, of any number of tokens
+    one_answer = False            # one answer per trace, of any number of tokens
     stage_samples = 0             # if not 0, a stage is passed after this many traces at the latest
     settings = ()                 # more keywords of __init__; each is also a field of train.py's Config
     characters = ""               # all characters of its texts, which keeps the vocabulary small; "": any characters
@@ -242,16 +241,16 @@ class Task:
         """The state: n_slots classes, each below n_classes, or -1 if a slot is not set yet. Your task defines it."""
 
     def check_stage(self, stage):
-        """Raise BadInput for a bad stage. Good ones are LxS; if `whole`, L, or L:M for programs of M to L lines."""
+        """Raise BadInput for a bad stage. Good ones are LxS; if one_answer, L, or L:M for programs of M to L lines."""
         L, S, M = stage
-        if M and not self.whole:
+        if M and not self.one_answer:
             raise BadInput(f"stage {stage}: stages of this task take nothing after a colon: write {L}x{S}")
-        if self.whole and S != 1:
+        if self.one_answer and S != 1:
             raise BadInput(f"stage {stage}: a program of this task has one answer, and no spacing: write {L}")
         if M and not (M.isdecimal() and 1 <= int(M) <= L):
             raise BadInput(f"stage {stage}: '{M}' is not from 1 to {L}: write {L}:M for programs of M to {L} lines")
 
-    def beyond(self, last):
+    def harder_stages(self, last):
         """The stages to evaluate after training: the last stage LxS, and one with traces twice as long."""
         return [Stage(last.length, last.spacing), Stage(2 * last.length, last.spacing)]
 
@@ -268,24 +267,24 @@ class Task:
         """The state as text: a=3, b=[1, 2]."""
         return state_text(literals(memory))
 
-    def see(self, memory, source):
+    def state_after(self, memory, source):
         """The state after the line `source`: None, text or classes, as `states` asks. Raises BadInput for bad slots."""
         if self.states != "linear":
             return None if self.states == "none" else self.text(memory)
         try:
-            found = self.slots(memory)
-            if {*found} <= {*range(-1, self.n_classes)} and len(found) == self.n_slots:
-                return found
+            classes = self.slots(memory)
+            if {*classes} <= {*range(-1, self.n_classes)} and len(classes) == self.n_slots:
+                return classes
         except (LookupError, TypeError, ValueError) as error:             # such as a KeyError
-            found = repr(error)
-        raise BadInput(f"{type(self).__name__}.slots: {found} after the line {source!r}: return n_slots = "
+            classes = repr(error)
+        raise BadInput(f"{type(self).__name__}.slots: {classes} after the line {source!r}: return n_slots = "
                        f"{self.n_slots} numbers below n_classes = {self.n_classes}, with -1 for slots not set yet")
 
     def draw(self, rng, stage, split):
         """Draw a trace of the split, "train" or "test". -> list of Lines. Raises BadInput if 1,000 draws find none."""
         for _ in range(1000):
             memory = {}
-            lines = run(self.program(rng, stage, memory), memory, self.prompt, self.see)
+            lines = run(self.program(rng, stage, memory), memory, self.prompt, self.state_after)
             program = "\n".join(line.source for line in lines)
             if is_test(program) == (split == "test"):
                 return lines
@@ -301,7 +300,7 @@ class Task:
         the text, else 0. With states in the text, `a, b = b, a` becomes `a, b = b, a  # a=1, b=3`; no state follows a
         print or what it prints."""
         if line.answer:
-            end = f"{line.answer}\n" if self.whole else line.answer
+            end = f"{line.answer}\n" if self.one_answer else line.answer
             before, _, after = line.text.rpartition(end)
             return [(before, 0), (end, ASKED), (after, 0)]
         if self.states == "text" and line.state and line.source and not line.source.startswith("print"):
@@ -323,12 +322,12 @@ class Task:
         """Raise BadInput unless the traces' answers are as `Task` demands: equally many, at least one, of one token."""
         name = type(self).__name__
         counts = sorted({sum(line.answer != "" for line in lines) for lines in traces})
-        if len(counts) > 1 or counts[0] == 0 or self.whole and counts[0] > 1:
+        if len(counts) > 1 or counts[0] == 0 or self.one_answer and counts[0] > 1:
             raise BadInput(f"{name}.program: traces of one stage have {' or '.join(map(str, counts))} answers: print "
-                           "(or assert with ==) equally often in each, at least once; with whole = True, exactly once")
+                           "(or assert with ==) equally often in each, at least once; with one_answer, exactly once")
         for answer in {line.answer for lines in traces for line in lines} - {""}:
-            if not self.whole and len(self.tokenizer.encode(answer)) > 1:
-                raise BadInput(f"{name}.program: the answer {answer} has several tokens: set whole = True and "
+            if not self.one_answer and len(self.tokenizer.encode(answer)) > 1:
+                raise BadInput(f"{name}.program: the answer {answer} has several tokens: set one_answer = True and "
                                "print one answer per trace, or print answers of one token")
 
     def to_batch(self, traces):
@@ -373,9 +372,9 @@ def is_test(program):
 class Repl(Task):
     """REPL traces (P1 Figure 2): n assignments and a print, then L commands, with a print after every S-th.
 
-    Each print shows one random variable. The first, before any command, is text and not an answer: its value stands
-    a few lines above. With moves="perm", a command permutes all n variables, and all n! permutations are equally
-    likely. With moves="swap", it swaps two variables, and each pair is equally likely. n_vars is 2 to 9, so that every
+    Each print shows one random variable. The first, before any command, is text and not an answer: its value can be
+    looked up a few lines above. With moves="perm", a command permutes all n variables, and all n! permutations are
+    equally likely. With moves="swap", it swaps two, and all pairs are equally likely. n_vars is 2 to 9, so that every
     value is a single digit."""
     prompt = ">>> "
     curriculum = "8x1 16x2 32x4 64x8"                 # P1's
@@ -422,7 +421,7 @@ class Repl(Task):
     def chance(self, stage):
         return 1 / self.n_vars
 
-    def beyond(self, last):
+    def harder_stages(self, last):
         """The last stage, then ones with twice the length, twice the spacing, twice both, and four times both."""
         factors = (1, 1), (2, 1), (1, 2), (2, 2), (4, 4)
         stages = [Stage(last.length * longer, last.spacing * sparser) for longer, sparser in factors]
@@ -459,7 +458,7 @@ def draw_length(rng, stage):
 class Parity(Task):
     """The parity of L bits, xored one by one (P2 Figure 6)."""
     curriculum = "16"
-    whole = True
+    one_answer = True
     n_slots, n_classes = 1, 2
 
     def program(self, rng, stage, memory):
@@ -478,7 +477,7 @@ class Parity(Task):
 class ListPerm(Task):
     """A list of the numbers 1 to n in random order, then L lines that each swap two of its elements (P2 Figure 8)."""
     curriculum = "16"
-    whole = True
+    one_answer = True
     settings = ("n_vars",)
 
     def __init__(self, n_vars=4, **others):
@@ -508,7 +507,7 @@ class Arith(Task):
     operand is a number, a needed variable or a new variable, equally likely. Unlike in P2, a line that would leave no
     variable needed is drawn again. The first line assigns numbers to all variables that are still needed."""
     curriculum = "4"
-    whole = True
+    one_answer = True
     settings = ("digits",)
 
     def __init__(self, digits=2, **others):
@@ -544,7 +543,7 @@ class Arith(Task):
         if stage.length > 12:
             raise BadInput(f"stage {stage}: choose at most 12 lines, because each may need two of the 26 names")
 
-    def beyond(self, last):
+    def harder_stages(self, last):
         return [Stage(length) for length in (last.length, 2 * last.length) if length <= 12]
 
 
@@ -648,7 +647,7 @@ class Group(Task):
             raise BadInput(f"stage {stage}: write {stage.length}:M for elements that move at most M points, with "
                            "an M that allows at least two elements")
 
-    def beyond(self, last):
+    def harder_stages(self, last):
         return [Stage(last.length * factor) for factor in (1, 2, 4, 8)]
 
     def chance(self, stage):
@@ -1287,7 +1286,7 @@ class Trace(Task):
     on the other lines, not on arguments and output, so one function can have traces in both splits."""
     curriculum = "4:1 8:2 16:4 24:8"
     stage_samples = 4000
-    whole = True
+    one_answer = True
     settings = ("trace_file",)
 
     def __init__(self, trace_file="", **others):
@@ -1295,7 +1294,7 @@ class Trace(Task):
         self.trace_file = trace_file
         self.rows = [*read_traces(trace_file).values()] if trace_file else []
 
-    def beyond(self, last):
+    def harder_stages(self, last):
         return [last]
 
     def chance(self, stage):

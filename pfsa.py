@@ -250,10 +250,10 @@ class MaybeSwaps(Task):
         self.n_classes = self.automaton.m
         orders = permutations(range(1, n_vars + 1))
         self.state_of = {values: i for i, values in enumerate(orders)}    # what the variables hold -> state
-        swaps = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
+        maybe = [f"{x}, {y} = ({y}, {x}) if random() < 0.5 else ({x}, {y})"
                  for x, y in combinations(self.names, 2)]
-        self.sources = swaps + [f"print('{x}', {x})" for x in self.names]       # the line of each query
-        self.symbols = {f">>> {source}\n": s for s, source in enumerate(swaps)}     # text of a line -> symbol
+        self.sources = maybe + [f"print('{x}', {x})" for x in self.names]       # the line of each query
+        self.symbols = {f">>> {source}\n": s for s, source in enumerate(maybe)}     # text of a line -> symbol
         for i, j in np.ndindex(n_vars, n_vars):                           # an assignment reveals like a print
             printed, assigned = f"{self.names[i]} {j + 1}\n", f">>> {self.names[i]} = {j + 1}\n"
             self.symbols[printed] = self.symbols[assigned] = holds(n_vars, i, j)
@@ -285,7 +285,7 @@ class MaybeSwaps(Task):
         if stage.kind == "forced" and split == "train":
             raise BadInput(f"stage {stage} is for evaluation only: train on {stage.length}x2:same")
         memory = {}
-        return run(self.program(rng, stage, memory), memory, self.prompt, self.see)
+        return run(self.program(rng, stage, memory), memory, self.prompt, self.state_after)
 
     def answer_tokens(self):
         """The tokens of the answers 1 to n_vars, a list of int."""
@@ -298,7 +298,7 @@ class MaybeSwaps(Task):
     def chance(self, stage):
         return 1 / self.n_vars
 
-    def beyond(self, last):
+    def harder_stages(self, last):
         """The last stage, with traces 1, 4 and 16 times as long; then the stages Lx2:forced of these lengths."""
         lengths = [last.length * factor for factor in (1, 4, 16)]
         forced = [Stage(L, 2, "forced") for L in lengths if L > 1]
@@ -393,11 +393,11 @@ def show_linear():
 
     print("\nReveals of probability 1/2 until the linear filter's mass is 0: by format, Figure 9, Figure 10")
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        found = ""
+        steps = ""
         for shown, symbols in ((figure_9(), [0, 1]), (automaton, pair)):
             mass = linear_filter(shown, [symbols * 1100], dtype)[0, ::2].sum(1)
-            found += f"{mass.tolist().index(0):6d}"
-        print(f"    {str(dtype)[6:]:10s}{found}")
+            steps += f"{mass.tolist().index(0):6d}"
+        print(f"    {str(dtype)[6:]:10s}{steps}")
 
 
 def main():
