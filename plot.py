@@ -1,20 +1,24 @@
 """
 Figures of finished runs, one function for each, and looks inside a trained model.
 
-    python plot.py --all                                        all figures in assets/, in a minute
     python plot.py curve out/deltanet-repl*                     accuracy during training, stage by stage
-    python plot.py headline out/*                               a memory that swaps; accuracy at a trace's only print
     python plot.py horizon out/* --by gates,cooldown            accuracy at a trace's only print
-    python plot.py ladder out/*-group* --by n_householder       a row for each model, a column for each group
-    python plot.py samples out/*-parity* --by states            traces until 95 % of the answers are right (P2 Fig. 5)
-    python plot.py variables out/deltanet-repl*                 traces until the last stage is passed, over n_vars
-    python plot.py nats out/*-pfsa*                             hidden branches: KL from the exact probabilities
-    python plot.py filters                                      when a linear filter loses its mass (P1 Figs. 9, 10)
     python plot.py heads out/deltanet-repl --at 512x4           which head tracks the state (P1 Figs. 5, 6, 11, 12)
     python plot.py movie assets/*.pt                            what models expect to be printed, line by line
 
-    cat out/*-group*/result.json > ladder.jsonl                 a table of runs: each result is one line of JSON
-    python plot.py ladder assets/results.jsonl --entry ladder   only the lines of one entry of the notebook
+The figures of README.md and assets/RESULTS.md; without a path, they draw their entry of assets/results.jsonl:
+
+    python plot.py --all                                        all of them, in a minute
+    python plot.py headline                                     a memory that swaps; accuracy at a trace's only print
+    python plot.py ladder                                       a row for each model, a column for each group
+    python plot.py samples                                      programs until 95 % of the answers are right (P2 Fig. 5)
+    python plot.py variables                                    traces until the last stage is passed, over n_vars
+    python plot.py nats                                         hidden branches: KL from the exact probabilities
+    python plot.py filters                                      when a linear filter loses its mass (P1 Figs. 9, 10)
+    python plot.py ladder out/*-group* --by n_householder       the same figure of your own runs
+
+A file of JSON lines, one result on each, does for folders: `cat out/*-group*/result.json > ladder.jsonl`. With --entry
+NAME, only its lines with "entry": "NAME" are read.
 
 Runs that differ only in their seed form one curve: each seed is a thin line, and their median a thick one. If runs
 differ in other settings, --by names the settings that tell them apart, as in --by states,learning_rate. If two runs
@@ -46,11 +50,11 @@ import pfsa
 from data import GROUPS, parse_stages, run
 from kernels import delta_rule
 from models import DeltaNet
-from train import ASIDE, Config, beliefs, evaluate, load
+from train import NOT_IN_FOLDER_NAME, Config, beliefs, evaluate, load
 
 plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150,
                      "axes.grid": True, "grid.alpha": 0.3})
-ASIDE_HERE = {"seed", *ASIDE}                               # settings in which the runs of one curve may differ
+MAY_DIFFER = {"seed", *NOT_IN_FOLDER_NAME}                  # settings in which the runs of one curve may differ
 COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "deltaproduct": "C4", "ssm": "C5",
            "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
 WORDS = {"auto": "default supervision", "linear": "state head", "text": "states in the text", "none": "no states",
@@ -77,7 +81,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     """-> [(label, result), ...] of the finished runs that the command line names. result[key] keeps the rows for
     which fits(row) holds. Runs without such a row and paths that are not runs go to args.left_out, which `main`
     prints; `needs` describes the missing row."""
-    runs, found = [], []
+    runs, labelled = [], []
     for path in map(Path, args.paths):
         if path.suffix in (".json", ".jsonl") and not path.is_dir():
             runs += [{**row, "place": str(path)} for row in read_lines(path, args.entry) if "config" in row]
@@ -91,7 +95,7 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
     for result in runs:       # lines of a table omit the settings that have their default value
         result["config"] = {**asdict(Config()), **result["config"]}
         # recipe: the settings that all runs of a curve share
-        result["recipe"] = {name: x for name, x in result["config"].items() if name not in ASIDE_HERE}
+        result["recipe"] = {name: x for name, x in result["config"].items() if name not in MAY_DIFFER}
     for name in args.by.split(",") if runs else []:
         if name and not any(name in result["config"] for result in runs):
             raise ValueError(f"--by {name}: give settings of train.py, such as learning_rate")
@@ -99,13 +103,13 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
         name = label(result, runs, ["beta_max", *args.by.split(",")])
         rows = [row for row in result[key] if fits(row)]
         if rows:
-            found.append((name, {**result, key: rows}))
+            labelled.append((name, {**result, key: rows}))
         else:
             args.left_out.append(f"{name}, seed {result['seed']}, has no {needs}")
-    if not found:
+    if not labelled:
         why = args.left_out[0] if args.left_out else f"there are no runs of {args.models or 'any model'} here"
         raise ValueError(f"nothing to draw: {why}")
-    return found
+    return labelled
 
 
 def label(result, runs, names):
@@ -146,13 +150,13 @@ def with_seeds(name, results):
 
 def evaluations(args, needs="evaluation", fits=lambda stage: True):
     """-> [(label, result, stage, row), ...]: the evaluations of each run at stages for which fits(stage) holds."""
-    found = []
+    rows = []
     runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
     for name, results in seeds_of(runs).items():
         name = with_seeds(name, results)
         for result in results:
-            found += [(name, result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
-    return found
+            rows += [(name, result, parse_stages(row["stage"])[0], row) for row in result["eval"]]
+    return rows
 
 
 def common(key, rows):
@@ -272,14 +276,14 @@ def can_hold(result, group):
 def ladder(args):
     """Word problems: a row for each model, a column for each group. A cell shows the median accuracy at the first
     tested stage, normally the trained one."""
-    found = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
-    models = {name: runs[0] for (name, _), runs in found.items()}
-    chances = {group: runs[0]["chance"] for (_, group), runs in found.items()}
+    cells = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
+    models = {name: runs[0] for (name, _), runs in cells.items()}
+    chances = {group: runs[0]["chance"] for (_, group), runs in cells.items()}
     names, groups = list(models), [group for group in GROUPS if group in chances]
     figure, axes = plt.subplots(figsize=(7, 1.5 + len(names) / 2))
     shades = np.full((len(names), len(groups)), np.nan)
     for (i, name), (j, group) in itertools.product(enumerate(names), enumerate(groups)):
-        words, color, runs = "not run", "gray", found.get((name, group))
+        words, color, runs = "not run", "gray", cells.get((name, group))
         if runs:
             shades[i, j] = np.median([result["eval"][0]["accuracy"] for result in runs])
             words, color = f"{shades[i, j]:.0%}" + (f"\n{len(runs)} seeds" if len(runs) > 1 else ""), "black"
@@ -294,7 +298,7 @@ def ladder(args):
     axes.grid(False)
     axes.set_xticks(range(len(groups)), [f"{group}\n({chances[group]:.0%})" for group in groups])
     axes.set_yticks(range(len(names)), names)
-    length = max(parse_stages(result["trained"])[0].length for runs in found.values() for result in runs)
+    length = max(parse_stages(result["trained"])[0].length for runs in cells.values() for result in runs)
     axes.set_xlabel("in brackets: chance; without a number of seeds: one seed\n"
                     "red stripes: in theory, this model cannot do it in long words", fontsize=9)
     figure.suptitle(f"Which model learns which group? Accuracy in words of {length}")
@@ -331,10 +335,10 @@ def samples(args):
         [stage] = parse_stages(result["trained"])
         task = f"{WORDS.get(result['task'], result['task'])}, {stage.length} lines\n(chance {result['chance']:.0%})"
         labelled.append(((name, task), result))
-    found = seeds_of(labelled)
-    names, tasks = (list(dict.fromkeys(words)) for words in zip(*found))
+    groups = seeds_of(labelled)
+    names, tasks = (list(dict.fromkeys(words)) for words in zip(*groups))
     figure, [panels] = plt.subplots(1, len(tasks), figsize=(9, 1.5 + len(names) / 3), squeeze=False, sharey=True)
-    for (name, task), runs in found.items():
+    for (name, task), runs in groups.items():
         axes, row, failed = panels[tasks.index(task)], names.index(name), []
         for result in runs:
             last = result["eval"][0]
@@ -433,9 +437,9 @@ def headline(args):
     for panel, (beta, title) in zip(above.subfigures(2, 1), titles.items()):
         panel.suptitle(title, fontsize=11)
         S = torch.eye(6, 5)                               # rows are variables, columns values; the last row is empty
-        for axes, (command, swaps) in zip(panel.subplots(1, 4, sharey=True), commands.items()):
-            for x, y in swaps:
-                S = swap(S, x, y, beta, 21 // len(swaps))
+        for axes, (command, pairs) in zip(panel.subplots(1, 4, sharey=True), commands.items()):
+            for x, y in pairs:
+                S = swap(S, x, y, beta, 21 // len(pairs))
             axes.imshow(S[:5], vmin=0, vmax=1.4, cmap="Blues")
             axes.grid(False)
             axes.set_xticks(range(5), range(1, 6))
@@ -475,7 +479,7 @@ def measure_heads(args, traces=32):
     cfg, task, stage, model = load_repl(args.paths[0], args.at, traces, DeltaNet)
     batch = task.batch(cfg.seed, "test", stage, 0, traces)
     x = model.embed(torch.tensor(batch.tokens))
-    whole, found = evaluate(model, task, stage, cfg)["accuracy"], {}
+    whole, by_head = evaluate(model, task, stage, cfg)["accuracy"], {}
     for layer, block in enumerate(model.blocks, 1):
         mixer, beta = block.mixer, block.mixer.beta
         seen, _ = block.conv(block.norm1(x))
@@ -492,12 +496,12 @@ def measure_heads(args, traces=32):
             keys_here = keys[:, :, head].flatten(0, 1)      # (B T, K)
             variance = torch.linalg.eigvalsh(keys_here.T.cov()).flip(0)
             variance = variance.cumsum(0) / variance.sum()
-            found[f"{layer}.{head + 1}"] = {"accuracy": accuracy, "betas": quantiles.tolist(),
+            by_head[f"{layer}.{head + 1}"] = {"accuracy": accuracy, "betas": quantiles.tolist(),
                                             "keys": variance.tolist()}
         mixer.beta = beta
         x, _ = block(x)
     return {"of": f"{args.paths[0]} at {stage}", "stage": str(stage), "trained": cfg.curriculum.split()[-1],
-            "chance": task.chance(stage), "heads": found}
+            "chance": task.chance(stage), "heads": by_head}
 
 
 def heads(args):
@@ -510,10 +514,10 @@ def heads(args):
         measured = measure_heads(args)
         Path(args.save).parent.mkdir(parents=True, exist_ok=True)
         Path(args.save).with_suffix(".jsonl").write_text(json.dumps(measured) + "\n")
-    found = measured["heads"]
+    by_head = measured["heads"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
-    most = min(found, key=lambda name: found[name]["accuracy"][-1])
-    for name, head in found.items():
+    most = min(by_head, key=lambda name: by_head[name]["accuracy"][-1])
+    for name, head in by_head.items():
         look = {"color": "silver"}
         if name == most:
             layer, number = name.split(".")
@@ -522,7 +526,7 @@ def heads(args):
         middle.plot(range(1, len(head["keys"]) + 1), head["keys"], **look)
         right.plot(SCALES, head["accuracy"], marker="o", **look)
     right.invert_xaxis()
-    figure.suptitle(f"Which head of {len(found)} tracks, in traces of {measured['stage']} (trained up to "
+    figure.suptitle(f"Which head of {len(by_head)} tracks, in traces of {measured['stage']} (trained up to "
                     f"{measured['trained']})? In colour: the one that the model needs most")
     finish(left, "share of tokens", "beta, at most", "Betas of each head")
     finish(middle, "principal components", "cumulative share of variance", "Keys of each head")
@@ -586,19 +590,17 @@ def movie(args, lines=40):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, headline, horizon, ladder, samples, variables, nats, filters, heads,
-                                      movie]}
-TABLE = "assets/results.jsonl --entry"
-ALL = {  # the figures of README.md and assets/RESULTS.md
-    "headline.png": f"headline {TABLE} length",
-    "ladder.png": f"ladder {TABLE} ladder --by n_householder,n_layer",
-    "nats.png": f"nats {TABLE} belief --models gated_deltanet,gru,lstm,m2rnn,transformer",
-    "variables.png": f"variables {TABLE} variables --by states",
-    "samples.png": f"samples {TABLE} forms --by states",
-    "horizon.png": f"horizon {TABLE} horizon --by gates,cooldown",
-    "heads.png": f"heads {TABLE} heads",
-    "filters.png": "filters",
-    "movie.gif": "movie assets/deltanet-repl.pt assets/deltanet-repl-beta-1.pt",
+COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladder, samples, variables, nats, filters]}
+FIGURES = {  # those of README.md and assets/RESULTS.md, and what they are drawn from
+    "headline": {"entry": "length"},
+    "ladder": {"entry": "ladder", "by": "n_householder,n_layer"},
+    "nats": {"entry": "belief", "models": "gated_deltanet,gru,lstm,m2rnn,transformer"},
+    "variables": {"entry": "variables", "by": "states"},
+    "samples": {"entry": "forms", "by": "states"},
+    "horizon": {"entry": "horizon", "by": "gates,cooldown"},
+    "heads": {"entry": "heads"},
+    "filters": {},
+    "movie": {"paths": ["assets/deltanet-repl.pt", "assets/deltanet-repl-beta-1.pt"]},
 }
 
 
@@ -616,10 +618,13 @@ def main(argv=None):
     parser.add_argument("--all", action="store_true", help="draw all figures in assets/")
     args = parser.parse_args(argv)
     if args.all:
-        for name, words in ALL.items():
-            main([*words.split(), "--save", f"assets/{name}"])
+        for name in FIGURES:
+            main([name, "--save", f"assets/{name}.{'gif' if name == 'movie' else 'png'}"])
         return
-    if not args.command or not args.paths and args.command != "filters":
+    if not args.paths and args.command in FIGURES:
+        drawn_from = {"paths": ["assets/results.jsonl"], **FIGURES[args.command]}
+        vars(args).update({name: x for name, x in drawn_from.items() if not getattr(args, name)})
+    if not args.paths:
         parser.error("give a command, and folders of runs or .jsonl files")
     args.save = args.save or f"out/{args.command}.{'gif' if args.command == 'movie' else 'png'}"
     args.left_out = []
