@@ -37,15 +37,13 @@ import argparse
 import ast
 import builtins
 import contextlib
-import datetime
-import dis
 import hashlib
+import inspect
 import json
-import multiprocessing
 import os
-import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,7 +52,7 @@ import time
 import types
 from collections import Counter
 from functools import lru_cache
-from itertools import accumulate, combinations, islice
+from itertools import accumulate, chain, combinations, islice
 from math import factorial
 from typing import NamedTuple
 
@@ -663,11 +661,12 @@ class Group(Task):
 #         return n            x = next(forloop0)  ...  assert (n) == 3
 #     f([1, 2], 0)
 #
-# Python itself runs the function, so control flow and scopes are Python's. Hooks, calls that we insert into its syntax
-# tree, record each statement that has run, and the locals after it. `pass`, docstrings and bare annotations leave no
-# line, nor do `try`, `with` and `match` themselves. Then the trace, which has only global variables, runs as a script,
-# here and in other processes. If its states differ from the function's, the call is rejected. This happens when a
-# helper function reads a global that is named like a local, or when the output depends on the clock.
+# 1. Hooks record. They are calls that we insert into the function's syntax tree. Python itself runs the function, and
+#    the hooks note each statement that has run, and the locals after it.
+# 2. The replay judges. These lines run again, as a script with only global variables, and must make the same states.
+#
+# So the hooks can be simple. What they do not know (`except ... as`, `match`, `nonlocal`, a helper that reads a global
+# named like a local) makes the replay fail, and the call is rejected.
 
 class Rejected(BaseException):
     """Says why a call is rejected. It is no Exception, because `except Exception` in the function would catch it."""
@@ -699,67 +698,66 @@ def literal(x, inside=()):
 
 
 def literals(names):
-    """{name: value} -> {name: literal}, without functions, modules and other objects, which have no literal."""
-    found = {name: literal(value) for name, value in names.items() if name != "__builtins__"}
-    return {name: text for name, text in found.items() if text is not None}
+    """{name: value} -> {name: literal}, with None for functions, modules and other objects, which have no literal."""
+    return {name: literal(value) for name, value in names.items() if name != "__builtins__"}
 
 
 def state_text(state):
-    """{name: literal} -> a=3, b=[1, 2]"""
-    return ", ".join(f"{name}={text}" for name, text in state.items())
+    """{name: literal or None} -> a=3, b=[1, 2]"""
+    return ", ".join(f"{name}={text}" for name, text in state.items() if text)
 
 
-def snapshot(x, used, depth=3):
-    """-> something to compare: two snapshots of x differ if x has changed in between. used: whether the condition of
-    an if or while names x. If so, an iterator that cannot be inspected counts as changed: it may have advanced."""
-    with contextlib.suppress(Exception):                                  # a lambda cannot be pickled
-        return pickle.dumps(x)
-    if isinstance(x, (list, tuple)):
-        inside = dict(enumerate(x))
-    elif isinstance(x, dict):
-        inside = x
-    else:
-        inside = getattr(getattr(x, "gi_frame", None), "f_locals", None) or getattr(x, "__dict__", None)
-    if inside and depth:
-        return {name: snapshot(y, used, depth - 1) for name, y in inside.items()}
-    return object() if used and hasattr(x, "__next__") else repr(x)
+def has_twice(x, seen):
+    """Whether x holds one list, set or dict twice, as [[0]] * 2 does. Its literal would make two of it."""
+    if isinstance(x, (list, set, dict)):
+        if id(x) in seen:
+            return True
+        seen.add(id(x))
+    items = x.values() if isinstance(x, dict) else x
+    return isinstance(x, (list, tuple, dict)) and any(has_twice(item, seen) for item in items)
 
 
 class Tracer(ast.NodeTransformer):
-    """Inserts hooks into the statements of a function, but not into functions inside it, and records what ran.
+    """Puts hooks into the statements of a called function, but not into functions inside it, and records what ran.
 
-    source: the program's text; function, call: syntax trees. lines: the source of each line that ran; states: {name:
-    literal} after each line; last: the source of the returned value, later the assert; end: the state at the return."""
+    lines: the source of each line that ran; states: {name: literal or None} after each; last: the source of the
+    returned value, later the assert; end: the state at the return."""
     # P2 appendix A, in the order of `sizes` in check_limits. The trace's characters are those of the lines that ran.
     limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}
 
-    def __init__(self, source, function, call):
-        self.source, self.function, self.call, self.loops = source, function, call, 0
-        self.reset()
-
-    def reset(self):
+    def __init__(self, call):
+        """Compiles the call's code with hooks, but runs nothing of it. call: as for `unroll`. Raises Rejected."""
+        self.call, self.source = call, call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+        self.source = self.source.rstrip("\n")
         self.lines, self.states, self.last, self.end = [], [], "", {}
-        self.calls, self.extra = 0, 0                                     # extra: number of lines that are not steps
-        self.late = False                                                 # whether lines ran after the return
-
-    def put_hooks(self):
-        self.function.body.append(ast.Return())                           # so each call finishes with the hook "back"
-        self.generic_visit(self.function)
-        self.function.body.insert(0, ast.Expr(self.hook("enter")))
+        self.calls, self.loops, self.extra = 0, 0, 0                      # extra: number of lines that are not steps
+        self.why = ""                                                     # the first reason to reject the call
+        with blame("the code"):
+            tree = ast.parse(self.source)
+            self.rows = self.source.encode().split(b"\n")
+            function, self.called, self.arguments = find_call(tree, call)
+            kept = [x for x in tree.body if is_kept(x, function)]
+            self.kept = [self.text(x) for x in kept]                      # before a class gets hooks in its method
+            self.left_out = [self.text(x) for x in tree.body if x not in kept and x is not function]
+            tree.body = [x if x in kept or x is function else try_only(x) for x in tree.body]
+            function.body.append(ast.Return())                            # so each call finishes with the hook "back"
+            self.generic_visit(function)
+            function.body.insert(0, ast.Expr(self.hook("enter")))
+            self.code = compile(ast.fix_missing_locations(tree), "<traced>", "exec", optimize=0)
 
     def text(self, node):
         """A node's source, but that of ast.unparse if the node has several lines or decorators, or is a :=."""
-        text = ast.get_source_segment(self.source, node)
-        decorated = getattr(node, "decorator_list", [])
-        bare = isinstance(node, ast.NamedExpr)
-        return ast.unparse(node) if "\n" in text or decorated or bare else text
+        if node.lineno < node.end_lineno or getattr(node, "decorator_list", []) or isinstance(node, ast.NamedExpr):
+            return ast.unparse(node)
+        return self.rows[node.lineno - 1][node.col_offset:node.end_col_offset].decode()
 
     def hook(self, method, text="", value=None):
         """The syntax tree of _tracer.method(value, text, _locals()). The locals are those after value."""
         tree = ast.parse(f"_tracer.{method}(None, {text!r}, _locals())", mode="eval").body
-        if value:
-            tree.args[0] = value
+        tree.args[0] = value or tree.args[0]
         return tree
+
+    # Where the hooks stand
 
     def simple(self, node, text=""):
         """-> the statement, then a hook that records it."""
@@ -769,7 +767,7 @@ class Tracer(ast.NodeTransformer):
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = simple
 
     def visit_Expr(self, node):
-        does_nothing = isinstance(node.value, ast.Constant)             # such as a docstring
+        does_nothing = isinstance(node.value, ast.Constant)               # such as a docstring
         return node if does_nothing else self.simple(node)
 
     def visit_AnnAssign(self, node):
@@ -777,10 +775,7 @@ class Tracer(ast.NodeTransformer):
         return self.simple(node, f"{self.text(node.target)} = {self.text(node.value)}") if node.value else node
 
     def visit_If(self, node):
-        """The condition becomes _tracer.test((_tracer.before(...), condition), text, _locals())."""
-        text = self.text(node.test)
-        before_and_value = ast.Tuple([self.hook("before", text), node.test], ast.Load())
-        node.test = self.hook("test", text, before_and_value)
+        node.test = self.hook("test", self.text(node.test), node.test)
         return self.generic_visit(node)
 
     visit_While = visit_If
@@ -788,454 +783,133 @@ class Tracer(ast.NodeTransformer):
     def visit_For(self, node):
         name = f"forloop{self.loops}"
         self.loops += 1
-        node.iter = self.hook("line", f"{name} = iter(({self.text(node.iter)}))", node.iter)
-        step = self.hook("line", f"{self.text(node.target)} = next({name})")
+        node.iter = self.hook("loop", f"{name} = iter(({self.text(node.iter)}))", node.iter)
+        step = self.hook("loop", f"{self.text(node.target)} = next({name})")
         self.generic_visit(node)
         node.body.insert(0, ast.Expr(step))
         return node
 
+    def visit_With(self, node):
+        """`with E as x` becomes a line, the end of the block none."""
+        lines = [f"{self.text(item.optional_vars)} = ({self.text(item.context_expr)}).__enter__()"
+                 for item in node.items if item.optional_vars]
+        self.generic_visit(node)
+        node.body[:0] = [ast.Expr(self.hook("line", line)) for line in lines]
+        return node
+
     def visit_Return(self, node):
-        text = self.text(node.value) if node.value else "None"
-        node.value = self.hook("back", text, node.value)
+        node.value = self.hook("back", self.text(node.value) if node.value else "None", node.value)
         return node
 
     # What the hooks do
 
     def enter(self, _, __, names):
+        """The arguments become the first line: as literals, or as they stand in the call if literals do not say all."""
         self.calls += 1
         self.check_limits()
         names.pop("__class__", None)                                      # in a method that uses super
-        values = self.arguments() | literals(names)
-        if names.keys() - values.keys():
-            raise Rejected("an argument has no literal")
+        values = [self.arguments.get(name, text) if text is None or has_twice(names[name], set()) else text
+                  for name, text in literals(names).items()]
+        if None in values:
+            self.reject("an argument has no literal")
         if names:
             self.extra = 1
-            self.line(None, f"{', '.join(names)} = {', '.join(values[name] for name in names)}", names)
-
-    def arguments(self):
-        """{parameter: source of its argument or default}, used for values that have no literal."""
-        parameters, arguments = self.function.args, self.call.args
-        decorators = [*map(ast.unparse, self.function.decorator_list)]
-        if isinstance(self.call.func, ast.Attribute) and "staticmethod" not in decorators:
-            made = self.call.func.value                                   # Solution().twice(3): self is Solution()
-            arguments = [made.func if "classmethod" in decorators else made, *arguments]
-        names = [x.arg for x in parameters.posonlyargs + parameters.args]
-        nodes = dict(zip(reversed(names), reversed(parameters.defaults)))
-        nodes |= dict(zip([x.arg for x in parameters.kwonlyargs], parameters.kw_defaults))
-        nodes |= dict(zip(names, arguments)) | {x.arg: x.value for x in self.call.keywords}
-        if parameters.vararg:
-            nodes[parameters.vararg.arg] = ast.Tuple(arguments[len(names):], ast.Load())
-        return {name: ast.unparse(node) for name, node in nodes.items() if node}
+            self.line(None, f"{', '.join(names)} = {', '.join(values)}", names)
 
     def line(self, value, text, names):
-        self.late = bool(self.last)
+        if self.last:
+            self.reject("lines run after the return, in try/finally")
         self.lines.append(text)
         self.states.append(literals(names))
         self.check_limits()
         return value
 
-    def before(self, _, text, names):
-        """{name: snapshot} of locals and globals, except for classes, functions and modules."""
-        names = {name: x for name, x in vars(sys.modules["traced"]).items()
-                 if not re.match("__|_tracer|_locals", name)} | names
-        return {name: snapshot(x, re.search(rf"\b{name}\b", text)) for name, x in names.items()
-                if not isinstance(x, (type, types.FunctionType, types.ModuleType))}
+    def loop(self, value, text, names):
+        """A line of a `for` calls iter or next, but not if a variable has that name."""
+        if names.keys() & {"iter", "next"}:
+            text = re.sub(r"= (iter|next)\((.*)\)$", r"= (\2).__\1__()", text)
+        return self.line(value, text, names)
 
-    def test(self, before_and_value, text, names):
-        """A condition becomes a line of the trace only if it changes a variable, or an object that a variable holds."""
-        before, value = before_and_value
-        outcome = bool(value)
-        return self.line(outcome, text, names) if self.before(None, text, names) != before else outcome
+    def test(self, value, text, names):
+        """A condition is a line only if it changes a variable, or names an iterator, which it may have advanced."""
+        iterates = any(hasattr(type(names.get(word)), "__next__") for word in re.findall(r"\w+", text))
+        changes = literals(names) != (self.states[-1] if self.states else {})
+        return self.line(value, text, names) if iterates or changes else value
 
     def back(self, value, text, names):
         self.last, self.end = text, literals(names)
         return value
 
+    def reject(self, why):
+        self.why = self.why or why                                        # `except:` may catch the exception
+        raise Rejected(self.why)
+
     def check_limits(self):
-        """Raise Rejected if the trace exceeds one of the limits."""
+        """Reject the call if the trace exceeds one of the limits."""
         code = "\n".join([*self.lines, self.last])
-        states = "".join(name + text for state in self.states for name, text in state.items())
+        states = "".join(name + text for state in self.states for name, text in state.items() if text)
         sizes = self.calls, len(self.lines) - self.extra, len(code), len(states)
         for (what, limit), size in zip(self.limits.items(), sizes):
             if size > limit:
-                raise Rejected(f"more than {limit} {what}")
+                self.reject(f"more than {limit} {what}")
+
+    # The call
+
+    def record(self, memory):
+        """Run the source, with hooks that record nothing, then the call, in the namespace `memory`. -> a row {"id",
+        "source", "call", "output", "trace", "states", "steps"}, and the script for `replay`. Raises Rejected."""
+        silent = types.SimpleNamespace(**dict.fromkeys("enter line loop test back".split(), lambda value, *_: value))
+        memory.update(_locals=locals, _tracer=silent)
+        with blame("the code"):
+            exec(self.code, memory)
+        memory["_tracer"], module_names = self, {*memory}
+        with blame("calling the function"):
+            value = eval(self.called, memory)
+        memory["_tracer"] = silent
+        if isinstance(value, types.GeneratorType):
+            raise Rejected("its output is a generator")
+        if self.why or not self.last:
+            raise Rejected(self.why or "the function itself is not called (a decorator or a subclass may replace it)")
+        output = output_of(self.call, value, memory)
+        self.last = f"assert ({self.last}) == {output}"
+        self.check_limits()
+        script = "\n".join([*self.kept, *self.checked(module_names)])
+        return {"id": self.call["id"], "source": self.source, "call": self.called, "output": output,
+                "trace": "\n".join([*self.kept, *self.lines, self.last]),
+                "states": [{name: text for name, text in state.items() if text} for state in self.states],
+                "steps": len(self.lines) - self.extra}, script
+
+    def checked(self, module_names):
+        """Yield each line, then an assert that its state is right. module_names: globals that are no variables."""
+        states = [*self.states, self.end]
+        variables = {name for state in states for name, text in state.items() if text} - module_names
+        left_out = "; ".join(text.partition("\n")[0] for text in self.left_out)
+        why = "other values than in the call" + f", as it leaves out: {left_out}" * bool(left_out)
+        for line, state in zip([*self.lines, f"{self.last}, {why!r}"], states):
+            known = {name: text for name, text in state.items() if text}
+            unset = sorted(variables - state.keys())
+            yield line
+            yield (f"assert [{', '.join(known)}] == [{', '.join(known.values())}]"
+                   + f" and not {{*{unset}}} & {{*globals()}}" * bool(unset) + f", {why!r}")
 
 
-@contextlib.contextmanager
-def blame(what):
-    """Turn an exception into a Rejected. Its text is `what`, such as "the code", and the name of the exception."""
+def replay(script):
+    """Run a trace with its states as asserts. Raises Rejected."""
     try:
-        yield
+        exec(compile(script, "trace.py", "exec", optimize=0), {"__name__": "__main__"})
     except (Exception, SystemExit) as error:
-        raise Rejected(f"{what} raises {type(error).__name__}") from error
+        raise Rejected(f"its trace raises {type(error).__name__}: {error}") from error
 
 
-def execute(program, **names):
-    """Run a program as the module `traced`, because a dataclass looks up its module. -> the program's namespace."""
-    module = sys.modules["traced"] = types.ModuleType("traced")
-    vars(module).update(names)
-    exec(compile(program, "<traced>", "exec", optimize=0), vars(module))
-    return vars(module)
+def unroll(call):
+    """Run a function call, and make its trace. -> its row. Raises Rejected. For other people's code, see write_traces.
 
-
-def names_in(statements):
-    """-> the global names that statements and the functions in them read, and the global names that they assign."""
-    codes, read, made = [compile(ast.Module(statements, []), "", "exec")], set(), set()
-    for code in codes:                                                    # the list grows: functions inside functions
-        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
-                read.add(step.argval)
-            elif step.opname == "STORE_GLOBAL" or step.opname == "STORE_NAME" and code is codes[0]:
-                made.add(step.argval)
-    return read, made
-
-
-def around(tree, function, keep_defs):
-    """-> the program's statements, except `function`, those that need it or what has gone before them, and `if
-    __name__ ...`. keep_defs: all functions and classes stay, even `function`, for a function that is passed on as a
-    value, or that a statement of the trace needs."""
-    gone, kept = {function.name} if function in tree.body else set(), []
-    for statement in tree.body:
-        read, made = names_in([statement])
-        if (read | made) & gone or isinstance(statement, ast.If) and "__name__" in read:
-            gone |= made
-        else:
-            kept.append(statement)
-    return [x for x in tree.body if x in kept or keep_defs and isinstance(x, (ast.FunctionDef, ast.ClassDef))]
-
-
-def find_call(tree, call):
-    """-> the function or method that is called, the call as text, and the call as a syntax tree. Raises Rejected."""
-    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
-    methods = {(owner.name, x.name): x for owner in tree.body if isinstance(owner, ast.ClassDef)
-               for x in owner.body if isinstance(x, ast.FunctionDef)}
-    with blame("the input"):
-        parsed = ast.parse(f"_({call['input']}\n)", mode="eval").body
-    name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
-    owners = [owner for owner, method in methods if method == name and name not in functions]
-    match parsed:           # a whole call, f(...) or Class().method(...); but if there is an f, what f is called with
-        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if (
-                inner == name and name in functions):
-            return functions[name], ast.unparse(whole), whole
-        case ast.Call(args=[ast.Call(func=ast.Attribute(ast.Call(func=ast.Name(id=owner)), inner)) as whole]) if (
-                (owner, inner) in methods and "f" not in functions and call.get("name") in (None, inner)):
-            return methods[owner, inner], ast.unparse(whole), whole
-    if not owners and name not in functions:
-        if methods and not name:
-            raise Rejected("the code has methods, but no function at its top level: give a name, or C().method(...)")
-        raise Rejected(f"the called function is not at the top level of the code: {name or 'there is no def'}")
-    function = methods[owners[-1], name] if owners else functions[name]
-    called = f"{owners[-1]}().{name}({call['input']})" if owners else f"{name}({call['input']})"
-    with contextlib.suppress(SyntaxError):
-        return function, called, ast.parse(called, mode="eval").body
-    expression = ast.parse(f"{called[:-1]}\n)", mode="eval").body         # the input ends with a comment
-    return function, ast.unparse(expression), expression
-
-
-def unroll(call, keep_defs=False):
-    """Run a function call and make its trace (P2 section 2). This executes the call's code: see `guarded`.
-
-    The code runs with hooks, then without them, for the output. Then the trace runs, to compare the states.
     call: {"id", "code", "input"}, and optionally "output" and "name" (by default f, else the last function). The input
     is the arguments or the whole call. A method is called on Class(), unless the input is a whole call such as
-    Class().method(3). keep_defs: see `around`.
-    -> a row {"id", "source", "call", "output", "trace", "states", "end", "steps"}. Raises Rejected."""
-    source = call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
-    with blame("the code"):
-        tree = ast.parse(source)
-    function, called, expression = find_call(tree, call)
-    with blame("the code"):
-        kept = around(tree, function, keep_defs)
-    tree.body = [x for x in tree.body if x in kept or x is function]
-    tracer = Tracer(source, function, expression)
-    texts = [tracer.text(x) for x in kept]                                # before hooks are inserted into them
-    tracer.put_hooks()
-    hooked = failure = None                               # a failure counts only if the run without hooks succeeds
-    try:                                                                  # comes first, as the hooks stop endless loops
-        memory = execute(ast.fix_missing_locations(tree), _tracer=tracer, _locals=locals)
-        tracer.reset()                                                    # the code itself may have called the function
-        hooked = eval(called, memory)
-        tracer.check_limits()                                             # `except:` may have caught a Rejected
-    except (Exception, SystemExit) as error:
-        failure = error.with_traceback(None)                              # raised below; without this run's variables
-    with blame("the code"):
-        memory = execute(source)
-    with blame("calling the function"):
-        value = eval(called, memory)
-    if isinstance(value, types.GeneratorType):
-        raise Rejected("its output is a generator")
-    with blame("the output"):
-        expected = eval(call["output"], memory) if call.get("output") else value
-        if expected is not value and value != expected:
-            raise Rejected("its output is not what the row says")
-    output = literal(value) or literal(expected)                          # a Counter has none, but an equal dict has
-    if output is None:
-        raise Rejected("the output has no literal")
-    with blame("its trace"):
-        if not failure and literal(hooked) != literal(value):
-            raise Rejected("the output differs between two runs")
-        if not failure and not tracer.calls:
-            raise Rejected("the function itself is not called (a decorator or a subclass may replace it)")
-        tracer.last = f"assert ({tracer.last}) == {output}"
-        tracer.check_limits()
-        trace = "\n".join([*texts, *tracer.lines, tracer.last])
-        try:
-            if failure:
-                raise failure
-            replay(trace, tracer.states, tracer.end)
-        except (Exception, Rejected) as error:
-            if isinstance(error, NameError) and not keep_defs:            # perhaps a def was left out that is needed
-                return unroll(call, keep_defs=True)
-            raise reason_for(error, tracer)
-    return {"id": call["id"], "source": source, "call": called, "output": output, "trace": trace,
-            "states": tracer.states, "end": tracer.end, "steps": len(tracer.lines) - tracer.extra}
-
-
-def reason_for(error, tracer):
-    """-> a Rejected that says why a trace fails, if the reason is a known one, else the error itself."""
-    if isinstance(error, SyntaxError) and "nonlocal" in error.msg:
-        return Rejected("nonlocal needs an enclosing function, which the trace does not have")
-    if tracer.late:
-        return Rejected("lines run after the return, in try/finally")
-    binds = [x for x in ast.walk(tracer.function) if getattr(x, "optional_vars", None) or getattr(x, "rest", None)
-             or isinstance(x, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and x.name]
-    if binds and isinstance(error, (NameError, Rejected)):
-        return Rejected("with ... as, except ... as or match binds a name, but no line of the trace does")
-    return error
-
-
-def replay(trace, states, end):
-    """Run a trace as a script. Raises Rejected if its states differ from the function's (`states`, then `end`)."""
-    seen, tree, see = [], ast.parse(trace), ast.parse("_see(_locals())").body
-    first = len(tree.body) - len(states) - 1
-    tree.body[first:] = see + [statement for line in tree.body[first:] for statement in (line, *see)]
-    execute(ast.fix_missing_locations(tree), __name__="__main__", _locals=locals,
-            _see=lambda names: seen.append(literals(names)))
-    others, states = seen.pop(0), [*states, end]                          # others: globals before the function's lines
-    variables = {name for state in states for name in state} - others.keys()
-    for state, found in zip(states, seen):                # a global counts only where the function has a variable of it
-        if {name: found[name] for name in found if name in variables or name in state} != state:
-            raise Rejected("its trace has other states")
-
-
-def split_trace(row):
-    """A row's trace -> the text of the statements around the function, of the lines that ran, and of the assert."""
-    text, body = row["trace"].split("\n"), ast.parse(row["trace"]).body
-    ends = [0, *(statement.end_lineno for statement in body)]
-    pieces = ["\n".join(text[start:end]) for start, end in zip(ends, ends[1:])]
-    first = len(pieces) - len(row["states"]) - 1
-    return pieces[:first], pieces[first:-1], pieces[-1]
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Code from files runs in a process of its own, with limits, in a temporary folder, and on Linux only. Files that the
-# code writes elsewhere stay. This helps against accidents, but it is no protection against attacks.
-
-def limited(folder, file, seconds, work, arguments):
-    """Set limits for this process, which `guarded` has forked, then write to `file` what work(*arguments) returns."""
-    try:
-        import resource                                     # not on Windows
-        with open("/proc/self/statm") as pages:
-            memory = int(pages.read().split()[0]) * resource.getpagesize() + 2 ** 29      # 512 MB more than now
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
-        os.setsid()                                         # a process group, so that `guarded` can kill all of it
-        os.chdir(folder)
-        for descriptor in 0, 1, 2:
-            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-        for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, file.fileno()}:
-            with contextlib.suppress(OSError):              # listdir's own descriptor, closed already
-                os.close(descriptor)
-        os.fork = None                                      # no fork bomb by accident
-        random.seed(0)
-        found = work(*arguments)
-    except Rejected as why:
-        found = {"reason": str(why)}
-    except BaseException as error:
-        found = {"reason": f"it raises {type(error).__name__}: {error}"}
-    json.dump(found, file)
-    file.flush()
-
-
-def guarded(work, *arguments, seconds=3):
-    """Run work(*arguments) in a forked process with limits: `seconds` of CPU time, and four times as much wall time.
-    -> what work returns, which must fit into JSON, or {"reason"}. Raises OSError if no such process can be started."""
-    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-          tempfile.TemporaryFile("w+") as file):
-        context = multiprocessing.get_context("fork")
-        child = context.Process(target=limited, args=(folder, file, seconds, work, arguments))
-        child.start()
-        try:
-            end = time.monotonic() + 4 * seconds            # join() hangs if the child closes its files
-            while child.exitcode is None and time.monotonic() < end:
-                time.sleep(0.0005)
-            late = child.exitcode in (None, -signal.SIGXCPU)
-        finally:
-            with contextlib.suppress(OSError):              # no process of the group is left
-                os.killpg(child.pid, signal.SIGKILL)
-            child.join()
-        try:
-            file.seek(0)
-            return json.load(file)
-        except ValueError:
-            return {"reason": f"more than {seconds} s" if late else "the code ends its process"}
-
-
-def try_guard():
-    """Raise OSError if this machine cannot run code with limits. Otherwise every row of a file would be rejected for a
-    reason that is not its own."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise OSError("this system cannot fork processes: run trace on Linux")
-    found = guarded(unroll, {"id": "", "code": "def f(x):\n    return x", "input": "1"})
-    if "reason" in found:
-        raise OSError(f"even f(x) = x fails here ({found['reason']}): raise the limits on memory and processes")
-
-
-def agree(rows):
-    """For each [trace, states, end], whether `replay` finds the same states, here in a folder that is not empty."""
-    found = []
-    open("another file", "w").close()
-    for row in rows:
-        try:
-            found.append(replay(*row) is None)
-        except (Exception, SystemExit, Rejected):
-            found.append(False)
-    return found
-
-
-def witness():
-    """Read lists of rows for `agree`, one JSON line each, and print what it returns, with the clock three years ahead.
-    A row that fails in a list is tried again alone, because limits of time and memory hold for the whole list."""
-    real_time, real_datetime = time.time, datetime.datetime
-    time.time, time.time_ns = (lambda: real_time() + 1e8), (lambda: int(1e9 * time.time()))
-    later = {"now": classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz)),
-             "utcnow": classmethod(lambda cls: cls.utcfromtimestamp(time.time()))}
-    datetime.datetime = type("datetime.datetime", (real_datetime,), later)      # repr prints this name
-    for name in "localtime", "gmtime", "ctime":
-        setattr(time, name, lambda at=None, f=getattr(time, name): f(time.time() if at is None else at))
-    for name in "strftime", "asctime":                      # if the last argument, a time, is missing, add it
-        setattr(time, name, lambda *given, f=getattr(time, name), most=1 + (name == "strftime"): f(
-            *given, *[time.localtime()] * (len(given) < most)))
-    os.environ.clear()
-    for line in sys.stdin:
-        rows = json.loads(line)
-        found = guarded(agree, rows)
-        found = found if isinstance(found, list) else [False] * len(rows)
-        print(json.dumps([x or guarded(agree, [row]) == [True] for x, row in zip(found, rows)]), flush=True)
-
-
-def start_witnesses():
-    """-> three processes that run `witness`, with other hash seeds, in another folder, with another command line."""
-    command = [sys.executable, "-c", "import data; data.witness()", *"abcdefgh"]      # a longer sys.argv than here
-    here = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
-    return [subprocess.Popen(command, env=here | {"PYTHONHASHSEED": seed}, cwd="/", text=True, start_new_session=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE) for seed in "123"]
-
-
-def confirmed(rows, witnesses):
-    """For each row, whether its trace has the same states in all witnesses. Removes "end" from the rows."""
-    asked = json.dumps([[row["trace"], row["states"], row.pop("end")] for row in rows])
-    with contextlib.suppress(BrokenPipeError):
-        for process in witnesses:
-            print(asked, file=process.stdin, flush=True)
-    answers = [process.stdout.readline() for process in witnesses]
-    if "" in answers:
-        raise OSError("a process that confirms traces has died: free some memory, then try again with another --out")
-    return map(all, zip(*map(json.loads, answers)))
-
-
-def read_rows(path):
-    """Yield (id, row) of a file of JSON lines. Raises BadInput, with the line's number, or OSError."""
-    names = set()
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                    name = str(row.get("id", row.get("task_id", f"line {number}")))
-                except (AttributeError, ValueError, RecursionError):
-                    raise BadInput(f"{path}, line {number} is not a JSON object: write one on each line")
-                if name in names:
-                    raise BadInput(f"{path}, line {number}: the id {name} was used before: give each row its own id")
-                names.add(name)
-                yield name, row
-    if not names:
-        raise BadInput(f"{path} is empty: give a file with one JSON object on each line")
-
-
-def calls_in(name, row):
-    """A row of CRUXEval or of MBPP -> its calls, for `unroll`, or {"id", "reason"}."""
-    try:
-        if "test_list" in row:
-            code = [*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""]
-            call = {"code": "\n".join(code)}
-            return [call | {"id": f"{name}/{i}"} | parts(test, call["code"])
-                    for i, test in enumerate(row["test_list"])] or [{"id": name, "reason": "test_list is empty"}]
-        code, given, output = row["code"] + "", row["input"], row.get("output")
-        if not isinstance(given, str):
-            return [{"id": name, "reason": "input is not a string: give the arguments as Python source"}]
-        output = output if output is None or isinstance(output, str) else repr(output)
-        return [{"id": name, "code": code, "input": given, "name": row.get("name"), "output": output}]
-    except (AttributeError, KeyError, TypeError):
-        return [{"id": name, "reason": "the row has neither code and input nor code and test_list"}]
-
-
-def parts(test, code):
-    """MBPP's `assert name(input) == output` -> name, input (the whole call), output, else {"reason"} (appendix A)."""
-    with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
-        [line] = ast.parse(test.strip()).body
-        [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
-        if isinstance(equal, ast.Eq) and re.search(rf"def {name}\b", code):
-            return {"name": name, "input": ast.unparse(line.test.left), "output": ast.unparse(output)}
-    return {"reason": "a test that is not assert name(input) == output"}
-
-
-def calls_of(path):
-    """Yield the calls of a file."""
-    for name, row in read_rows(path):
-        yield from calls_in(name, row)
-
-
-def write_traces(path, out, seconds=3):
-    """Unroll every call in a file. Traces go to `out`; rejected calls, with the reason, go to OUT.rejected.jsonl.
-    After Ctrl-C, both files consist of whole lines. Raises BadInput or OSError."""
-    rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
-    for name, times in Counter(call["id"] for call in calls_of(path)).items():
-        if times > 1:                                       # checked before anything is written, as bad lines are
-            raise BadInput(f"{path}: two calls have the id {name}: give each row its own id")
-    witnesses = start_witnesses()
-    calls = calls_of(path)
-    with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
-        try:
-            while batch := [*islice(calls, 50)]:
-                rows = [call if "reason" in call else guarded(unroll, call, seconds=seconds) for call in batch]
-                holds = confirmed([row for row in rows if "reason" not in row], witnesses)
-                for call, row in zip(batch, rows):
-                    if "reason" not in row and not next(holds):
-                        row = {"reason": "the output or a state differs in another process"}
-                    if "reason" in row:
-                        bad.write(json.dumps(call | row) + "\n")
-                    else:
-                        good.write(json.dumps(row) + "\n")
-                    counts[row.get("reason", "kept").partition(":")[0]] += 1
-        finally:
-            print(f"{counts['kept']} traces in {out}; rejected calls, with reasons, in {rejected}")
-            for reason, n in counts.most_common():
-                print(f"{n:6d}  {reason}")
-            for process in witnesses:
-                process.communicate()
-
-
-def read_traces(path):
-    """-> {id: row} of a file of traces. Raises BadInput, or OSError."""
-    rows = dict(read_rows(path))
-    needed = {"id", "source", "call", "output", "trace", "states", "steps"}
-    if not all(needed <= {*row} for row in rows.values()):
-        raise BadInput(f"{path} is not a file of traces: make one with python data.py trace --file CALLS --out TRACES "
-                       "--allow-exec")
-    return rows
+    Class().method(3)."""
+    row, script = Tracer(call).record({"__name__": "__main__"})
+    replay(script)
+    return row
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1276,6 +950,15 @@ def random_rows(rng, statements):
         source, arguments = random_function(rng, statements)
         with contextlib.suppress(Rejected):
             yield unroll({"id": "random", "code": source, "input": arguments})
+
+
+def split_trace(row):
+    """A row's trace -> the text of the statements around the function, of the lines that ran, and of the assert."""
+    text, body = row["trace"].split("\n"), ast.parse(row["trace"]).body
+    ends = [0, *(statement.end_lineno for statement in body)]
+    pieces = ["\n".join(text[start:end]) for start, end in zip(ends, ends[1:])]
+    first = len(pieces) - len(row["states"]) - 1
+    return pieces[:first], pieces[first:-1], pieces[-1]
 
 
 class Trace(Task):
@@ -1324,8 +1007,8 @@ class Trace(Task):
         if not row:
             raise BadInput(f"stage {stage}: no traces of this length are in the {split} split. An eighth of all "
                            "programs, chosen by a hash, is held out for testing: give more traces, or another stage")
-        around, lines, last = split_trace(row)
-        drawn = [Line(text, f"{text}\n", "") for text in around]
+        kept, lines, last = split_trace(row)
+        drawn = [Line(text, f"{text}\n", "") for text in kept]
         for line, state in zip(lines, row["states"]):
             text = state_text(state)
             with_state = len(self.tokenizer.encode(text)) <= 100          # longer states are left out
@@ -1336,6 +1019,381 @@ class Trace(Task):
 
 TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPerm, "arith": Arith,
          "group": Group, "trace": Trace}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Files of calls, so other people's code. Four workers record every call: with other hash seeds, folders, time zones,
+# homes, arguments, seeds of `random`, and at other times. Where they agree, a trace runs as `python trace.py` does.
+# What all of them share is not checked: host, user, CPU count, and today's date in UTC.
+#
+# The code runs in forked children with limits, in folders of their own, and on Linux only. Files that it writes
+# elsewhere stay. This helps against accidents, but it is no protection against attacks.
+
+@contextlib.contextmanager
+def blame(what):
+    """Turn an exception into a Rejected. Its text is `what`, such as "the code", and the name of the exception."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise Rejected(f"{what} raises {type(error).__name__}") from error
+
+
+def find_call(tree, call):
+    """-> the def of the called function or method, the call as text, and {parameter: source of its argument}."""
+    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
+    methods = {(owner.name, x.name): x for owner in tree.body if isinstance(owner, ast.ClassDef)
+               for x in owner.body if isinstance(x, ast.FunctionDef)}
+    with blame("the input"):
+        given = ast.parse(f"_({call['input']}\n)", mode="eval").body
+    name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
+    owner = {method: owner for owner, method in methods}.get(name)
+    match given:            # a whole call, f(...) or Class().method(...); but if there is an f, what f is called with
+        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if (
+                inner == name and name in functions):
+            function = functions[name]
+        case ast.Call(args=[ast.Call(func=ast.Attribute(ast.Call(func=ast.Name(id=made)), inner)) as whole]) if (
+                (made, inner) in methods and "f" not in functions and call.get("name") in (None, inner)):
+            function = methods[made, inner]
+        case _:
+            function, whole = functions.get(name) or methods.get((owner, name)), None
+    if not function:
+        raise Rejected(f"{name or 'a function'} is not at the top level of the code; call a method as C().method(...)")
+    if whole:
+        return function, ast.unparse(whole), sources_of(function, whole)
+    start = name if name in functions else f"{owner}().{name}"
+    for end in ")", "\n)":                                                # a comment may end the input
+        with contextlib.suppress(SyntaxError):
+            called = f"{start}({call['input']}{end}"
+            return function, called, sources_of(function, ast.parse(called, mode="eval").body)
+
+
+def sources_of(function, call):
+    """-> {parameter: source of its argument or default}"""
+    parameters, arguments = function.args, call.args
+    decorators = [*map(ast.unparse, function.decorator_list)]
+    if isinstance(call.func, ast.Attribute) and "staticmethod" not in decorators:
+        made = call.func.value                                            # Solution().twice(3): self is Solution()
+        arguments = [made.func if "classmethod" in decorators else made, *arguments]
+    names = [x.arg for x in parameters.posonlyargs + parameters.args]
+    nodes = dict(zip(reversed(names), reversed(parameters.defaults)))
+    nodes |= dict(zip([x.arg for x in parameters.kwonlyargs], parameters.kw_defaults))
+    keywords = {x.arg: x.value for x in call.keywords}
+    if parameters.vararg:
+        nodes[parameters.vararg.arg] = ast.Tuple(arguments[len(names):], ast.Load())
+    if parameters.kwarg:
+        rest = [name for name in keywords if name not in {*names, *nodes}]
+        names_of_rest = [name and ast.Constant(name) for name in rest]    # None in f(**k)
+        nodes[parameters.kwarg.arg] = ast.Dict(names_of_rest, [keywords[name] for name in rest])
+    nodes |= dict(zip(names, arguments)) | keywords
+    return {name: ast.unparse(node) for name, node in nodes.items() if node}
+
+
+def is_kept(statement, function):
+    """Whether a trace begins with this statement. `function` is left out, and so is what names it, or __name__. But
+    other functions and classes are kept, because they may have a variable of that name."""
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    is_def = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+    return statement is not function and (is_def or not names & {function.name, "__name__"})
+
+
+def try_only(statement):
+    """The syntax tree of `try: statement, except: pass`, for what a trace leaves out, such as main()."""
+    return ast.Try([statement], [ast.ExceptHandler(body=[ast.Pass()])], [], [])
+
+
+def output_of(call, value, memory):
+    """-> the literal of what a call has returned. Raises Rejected if it has none, or if the row says another output."""
+    output = literal(value)
+    with blame("the output"):
+        expected = eval(call["output"], memory) if call.get("output") else value
+        if expected is not value and value != expected:
+            raise Rejected("its output is not what the row says")
+    output = output or literal(expected)                                  # a Counter has none, but an equal dict has
+    if not output:
+        raise Rejected("the output has no literal")
+    return output
+
+
+def guard(place, seconds):
+    """Fork. -> None in the child, which has limits, no open files, and `place`/run as its working directory. In the
+    parent, -> the exit code of the child when it has ended, or -SIGXCPU if it took too long."""
+    import os, resource, signal, time                       # `serve` runs a copy of this function, without this file
+    child = os.fork()
+    os.setpgid(child, child)                                # a group, so that all that the child starts ends with it
+    if child:
+        try:
+            for _ in range(4000 * seconds):                 # naps: a clock would run on while the machine is paused
+                ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended:
+                    break
+                time.sleep(0.001)
+        finally:
+            os.killpg(child, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return status if ended else -signal.SIGXCPU
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for descriptor, file in enumerate([os.devnull, os.devnull, f"{place}/errors"]):
+            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
+        os.closerange(3, 256)
+        os.chdir(f"{place}/run")
+        with open("/proc/self/statm") as pages:
+            memory = int(pages.read().split()[0]) * resource.getpagesize() + 2 ** 29      # 512 MB more than now
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
+        os.fork = None                                      # no fork bomb by accident
+    except BaseException:
+        os._exit(1)
+
+
+def serve(seconds):
+    """Run `place`/run/trace.py for each place in a line of stdin, and print the exit code.
+
+    `helpers` makes this the module sitecustomize of a fresh Python, which imports it before it runs its script. A
+    forked child returns from here. So it is a Python that goes on to run trace.py, and knows nothing of this file. To
+    start a Python for each trace would take three times as long."""
+    import signal, sys
+    modules = {*sys.modules}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print("\nready", flush=True)
+    for line in sys.stdin:
+        status = guard(line[:-1], seconds)
+        if status is None:
+            for name in {*sys.modules} - modules:
+                del sys.modules[name]
+            break
+        print(status, flush=True)
+
+
+def work(number, folder, seconds):
+    """Record every call in `folder`/calls. For each, print a line: the exit code of its child, and what it has left."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.update(HOME=f"{folder}/{number}", TZ=["WEST24", "UTC0", "EAST-24", "MID-5:45"][number])
+    time.tzset()
+    place = f"{folder}/{'work' * (number + 1)}"             # so even the length of the path differs
+    print("\nready", flush=True)
+    with open(f"{folder}/calls") as calls, open(1, "w", 2 ** 24) as out:
+        for line in calls:
+            while (int(time.time()) - number) % 4 > 1:      # workers 0 and 2 never share a second, nor do 1 and 3
+                out.flush()
+                time.sleep(0.05)
+            print(json.dumps(left_by_child(json.loads(line), number, place, seconds)), file=out)
+
+
+def left_by_child(call, number, place, seconds):
+    """-> the exit code of the child that runs a call, and the text that it has left: JSON of a row, or anything."""
+    if "reason" in call:
+        return 0, ""
+    try:
+        tracer = Tracer(call)
+    except Rejected as why:
+        return 0, json.dumps({"reason": str(why)})
+    empty_folder(place)
+    status = guard(place, seconds)
+    if status is None:
+        leave_row(tracer, number, f"{place}/row")
+    with contextlib.suppress(FileNotFoundError), open(f"{place}/row", errors="replace") as file:
+        os.remove(f"{place}/row")
+        return status, file.read()
+    return status, ""
+
+
+def empty_folder(place):
+    """Make sure that `place`/run holds no file but trace.py. A new folder for each call would cost a seventh more."""
+    if not os.path.isdir(f"{place}/run") or {*os.listdir(f"{place}/run")} - {"trace.py"}:
+        shutil.rmtree(place, ignore_errors=True)
+        os.makedirs(f"{place}/run")
+
+
+def leave_row(tracer, number, path):
+    """In a child, run the code, write its row to a file, and exit."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = [os.path.abspath("trace.py"), "argument"] if number % 2 else ["trace.py"]
+    vars(main).update(__builtins__=builtins, __file__=sys.argv[0])
+    random.seed(number)
+    try:
+        row, script = tracer.record(vars(main))
+        drawn = random.random()                                           # equal in all workers if the code has a seed
+        row.update(script=script, drawn=drawn != random.Random(number).random() and drawn)
+    except Rejected as why:
+        row = {"reason": str(why)}
+    except BaseException as error:
+        row = {"reason": f"the code raises {type(error).__name__}"}
+    try:
+        with open(path, "w") as file:
+            json.dump(row, file)
+    finally:
+        os._exit(0)
+
+
+@contextlib.contextmanager
+def helpers(folder, seconds):
+    """-> five processes: one that runs `serve`, and four that run `work`. They end with the block."""
+    os.mkdir(f"{folder}/serve")
+    with open(f"{folder}/serve/sitecustomize.py", "w") as file:
+        file.write(f"{inspect.getsource(guard)}\n{inspect.getsource(serve)}\nserve({seconds})")
+    here = os.path.dirname(os.path.abspath(__file__))
+    server = f"{folder}/serve", ["/proc/self/cwd/trace.py"]               # for each child, in its own working directory
+    workers = [(here, ["-c", f"import data; data.work({n}, {folder!r}, {seconds})"]) for n in range(4)]
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONOPTIMIZE": "", "PYTHONSAFEPATH": ""}
+    own = {"HOME": folder, "TZ": "FAR4", "PYTHONPATH": f".:{os.environ.get('PYTHONPATH', '')}"}       # of the server
+    processes = []
+    try:
+        for seed, (cwd, command) in enumerate([server, *workers]):
+            processes.append(subprocess.Popen(
+                [sys.executable, *command], cwd=cwd, env=variables | {"PYTHONHASHSEED": str(seed)} | own, text=True,
+                errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True))
+            own = {}
+        for process in processes:
+            while read_line(process) != "ready":                          # before this, a sitecustomize may print
+                pass
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.communicate()
+
+
+def read_line(process):
+    line = process.stdout.readline()
+    if not line:
+        raise OSError("a process that runs the calls does not start, or has died: run this on Linux, with free memory")
+    return line.removesuffix("\n")
+
+
+ROW = {"id": str, "source": str, "call": str, "output": str, "trace": str, "states": list, "steps": int}
+
+
+def read_row(call, line, seconds):
+    """What a worker has printed about a call -> its row, if the child has left one, else {"reason"}."""
+    status, text = json.loads(line)
+    if not text:
+        return {"reason": f"more than {seconds} s" if status == -signal.SIGXCPU else "the code ends its process"}
+    with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        row = json.loads(text)
+        kinds = {name: type(value) for name, value in row.items()}
+        drawn = kinds.pop("drawn", None)
+        texts = [text for state in row.get("states", []) for text in state.values()]
+        is_whole = kinds == {**ROW, "script": str} and drawn in (bool, float) and {*map(type, texts)} <= {str}
+        if kinds == {"reason": str} or is_whole and row["id"] == call["id"]:
+            return row
+    return {"reason": "the code writes into its row"}
+
+
+def judge(call, server, workers, place, seconds):
+    """-> the row of a call, or {"reason"}. If the workers agree, this runs the trace as `python trace.py` does."""
+    rows = [read_row(call, read_line(worker), seconds) for worker in workers]
+    if "reason" in call:
+        return call
+    if any(row != rows[0] for row in rows):
+        why = [f"in another process: {row['reason']}" for row in rows if "reason" in row]
+        return {"reason": [*why, "the output or a state may differ in another process"][0]}
+    if "reason" in rows[0]:
+        return rows[0]
+    empty_folder(place)
+    with open(f"{place}/run/trace.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(f"{rows[0]['script']}\n__import__('os')._exit(7)")     # a script that ends earlier has another code
+    print(place, file=server.stdin, flush=True)
+    status = int(read_line(server))
+    if status == 7:
+        return {name: rows[0][name] for name in ROW}
+    if status == -signal.SIGXCPU:
+        return {"reason": f"its trace takes more than {seconds} s"}
+    with open(f"{place}/errors", errors="replace") as file:
+        error = ["SystemExit", *file.read().splitlines()][-1]
+    return {"reason": f"its trace raises {error}"}
+
+
+def read_rows(path):
+    """Yield (id, row) of a file of JSON lines. Raises BadInput, with the line's number, or OSError."""
+    empty = True
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                empty = False
+                try:
+                    row = json.loads(line)
+                    name = str(row.get("id", row.get("task_id", f"line {number}")))
+                except (AttributeError, ValueError, RecursionError):
+                    raise BadInput(f"{path}, line {number} is not a JSON object: write one on each line")
+                yield name, row
+    if empty:
+        raise BadInput(f"{path} is empty: give a file with one JSON object on each line")
+
+
+def read_traces(path):
+    """-> {id: row} of a file of traces. Raises BadInput, or OSError."""
+    rows = dict(read_rows(path))
+    if not all(ROW.keys() <= row.keys() for row in rows.values()):
+        raise BadInput(f"{path} is not a file of traces: make one with python data.py trace --file CALLS --out TRACES "
+                       "--allow-exec")
+    return rows
+
+
+def calls_in(name, row):
+    """A row of CRUXEval or of MBPP -> its calls, for `unroll`, or {"id", "reason"}."""
+    try:
+        if "test_list" in row:
+            code = "\n".join([*row.get("test_imports", []), row["code"], row.get("test_setup_code") or ""])
+            return [{"id": f"{name}/{i}", "code": code, **call_in_test(test, code)}
+                    for i, test in enumerate(row["test_list"])] or [{"id": name, "reason": "test_list is empty"}]
+        code, given, output = row["code"] + "", row["input"], row.get("output")
+        if not isinstance(given, str):
+            return [{"id": name, "reason": "input is not a string: give the arguments as Python source"}]
+        output = output if output is None or isinstance(output, str) else repr(output)
+        return [{"id": name, "code": code, "input": given, "name": row.get("name"), "output": output}]
+    except (AttributeError, KeyError, TypeError):
+        return [{"id": name, "reason": "the row has neither code and input nor code and test_list"}]
+
+
+def call_in_test(test, code):
+    """MBPP's `assert name(input) == output` -> name, input (the whole call), output, else {"reason"} (appendix A)."""
+    with contextlib.suppress(AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
+        [line] = ast.parse(test.strip()).body
+        [output], [equal], name = line.test.comparators, line.test.ops, line.test.left.func.id
+        if isinstance(equal, ast.Eq) and re.search(rf"def {name}\b", code):
+            return {"name": name, "input": ast.unparse(line.test.left), "output": ast.unparse(output)}
+    return {"reason": "a test that is not assert name(input) == output"}
+
+
+def calls_of(path):
+    """Yield the calls of a file. Raises BadInput, or OSError."""
+    names = set()
+    for name, row in read_rows(path):
+        for call in calls_in(name, row):
+            if call["id"] in names:
+                raise BadInput(f"{path}: two calls have the id {call['id']}: give each row its own id")
+            names.add(call["id"])
+            yield call
+
+
+def write_traces(path, out, seconds=3):
+    """Unroll every call in a file. Traces go to `out`; rejected calls, with the reason, go to OUT.rejected.jsonl.
+    After Ctrl-C, both files consist of whole lines. Raises BadInput or OSError."""
+    rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
+    first = {"id": "first", "code": "def f(x):\n    return x", "input": "1"}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with open(f"{folder}/calls", "w") as file:                        # so `path` is read once: it may be a pipe
+            for call in chain([first], calls_of(path)):
+                print(json.dumps(call), file=file)
+        with open(f"{folder}/calls") as file, helpers(folder, seconds) as (server, *workers):
+            rows = ((call, judge(call, server, workers, f"{folder}/replay", seconds)) for call in map(json.loads, file))
+            if reason := next(rows)[1].get("reason"):
+                raise OSError(f"even f(x) = x fails here ({reason}): raise the limits on memory and processes")
+            with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
+                try:
+                    for call, row in rows:
+                        reason = "".join(x if x.isprintable() else " " for x in row.get("reason", ""))
+                        file, row = (bad, {**call, "reason": reason}) if reason else (good, row)
+                        file.write(json.dumps(row) + "\n")
+                        counts[reason.partition(":")[0] or "kept"] += 1
+                finally:
+                    print(f"{counts['kept']} traces in {out}; rejected calls, with reasons, in {rejected}")
+                    for reason, n in counts.most_common():
+                        print(f"{n:6d}  {reason}")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1388,7 +1446,7 @@ def main(argv=None):
         if not (args.file or args.out):
             show_samples(args)
         elif args.task == "trace" and args.file and args.out and args.allow_exec:
-            try_guard()
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))       # so that workers and folders end, too
             write_traces(args.file, args.out)
         else:
             raise BadInput("to unroll calls, run python data.py trace --file CALLS --out TRACES --allow-exec")
@@ -1401,9 +1459,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # These variables give sets the same order in every run, and keep numpy from starting threads, so that we may fork.
-    needed = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-    if "--allow-exec" in sys.argv and not needed.items() <= os.environ.items():
-        os.environ.update(needed)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main())
