@@ -1147,21 +1147,26 @@ def guard(place, seconds):
         os._exit(1)
 
 
-def serve(seconds):
-    """Run `place`/run/trace.py for each place in a line of stdin, and print the exit code.
+def serve(seconds, settings):
+    """Run `place`/run/trace.py for each place in a line of stdin, and print the exit code. settings: {name: value or
+    None}, the environment variables that the script finds, where `helpers` has set others.
 
     `helpers` makes this the module sitecustomize of a fresh Python, which imports it before it runs its script. A
     forked child returns from here. So it is a Python that goes on to run trace.py, and knows nothing of this file. To
     start a Python for each trace would take three times as long."""
-    import signal, sys
+    import os, signal, sys
     modules = {*sys.modules}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print("\nready", flush=True)
     for line in sys.stdin:
         status = guard(line[:-1], seconds)
         if status is None:
+            sys.path.remove(os.path.dirname(__file__))
             for name in {*sys.modules} - modules:
                 del sys.modules[name]
+            for name, value in settings.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})
             break
         print(status, flush=True)
 
@@ -1169,8 +1174,6 @@ def serve(seconds):
 def work(number, folder, seconds):
     """Record every call in `folder`/calls. For each, print a line: the exit code of its child, and what it has left."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    os.environ.update(HOME=f"{folder}/{number}", TZ=["WEST24", "UTC0", "EAST-24", "MID-5:45"][number])
-    time.tzset()
     place = f"{folder}/{'work' * (number + 1)}"             # so even the length of the path differs
     print("\nready", flush=True)
     with open(f"{folder}/calls") as calls, open(1, "w", 2 ** 24) as out:
@@ -1214,8 +1217,8 @@ def leave_row(tracer, number, path):
     random.seed(number)
     try:
         row, script = tracer.record(vars(main))
-        drawn = random.random()                                           # equal in all workers if the code has a seed
-        row.update(script=script, drawn=drawn != random.Random(number).random() and drawn)
+        draw = random.random()                                            # if it is not the first, the code has drawn
+        row["script"] = script if draw == random.Random(number).random() else f"{script}\n# then random() is {draw}"
     except Rejected as why:
         row = {"reason": str(why)}
     except BaseException as error:
@@ -1230,22 +1233,24 @@ def leave_row(tracer, number, path):
 @contextlib.contextmanager
 def helpers(folder, seconds):
     """-> five processes: one that runs `serve`, and four that run `work`. They end with the block."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    path = f".:{os.environ.get('PYTHONPATH', '')}"                        # a relative one, as a : may be in `folder`
+    common = {"PYTHONPATH": path, "PYTHONOPTIMIZE": "", "PYTHONSAFEPATH": "", "OPENBLAS_NUM_THREADS": "1"}
+    settings = {name: os.environ.get(name) for name in [*common, "PYTHONHASHSEED", "HOME", "TZ"]}
     os.mkdir(f"{folder}/serve")
     with open(f"{folder}/serve/sitecustomize.py", "w") as file:
-        file.write(f"{inspect.getsource(guard)}\n{inspect.getsource(serve)}\nserve({seconds})")
-    here = os.path.dirname(os.path.abspath(__file__))
-    server = f"{folder}/serve", ["/proc/self/cwd/trace.py"]               # for each child, in its own working directory
-    workers = [(here, ["-c", f"import data; data.work({n}, {folder!r}, {seconds})"]) for n in range(4)]
-    variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONOPTIMIZE": "", "PYTHONSAFEPATH": ""}
-    own = {"HOME": folder, "TZ": "FAR4", "PYTHONPATH": f".:{os.environ.get('PYTHONPATH', '')}"}       # of the server
+        file.write(f"{inspect.getsource(guard)}\n{inspect.getsource(serve)}\nserve({seconds}, {settings})")
+    commands = [["/proc/self/cwd/trace.py"]]                              # in each child's own working directory
+    commands += [["-c", f"import data; data.work({number}, {folder!r}, {seconds})"] for number in range(4)]
+    zones = "FAR4", "WEST24", "UTC0", "EAST-24", "MID-5:45"               # at any time, two of them have another day
     processes = []
     try:
-        for seed, (cwd, command) in enumerate([server, *workers]):
+        for i, (command, zone) in enumerate(zip(commands, zones)):
+            own = {"PYTHONHASHSEED": str(i), "HOME": f"{folder}/{i}", "TZ": zone}
             processes.append(subprocess.Popen(
-                [sys.executable, *command], cwd=cwd, env=variables | {"PYTHONHASHSEED": str(seed)} | own, text=True,
-                errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                [sys.executable, *command], cwd=here if i else f"{folder}/serve", env=os.environ | common | own,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace",
                 start_new_session=True))
-            own = {}
         for process in processes:
             while read_line(process) != "ready":                          # before this, a sitecustomize may print
                 pass
@@ -1275,10 +1280,9 @@ def read_row(call, line, seconds):
     with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
         row = json.loads(text)
         kinds = {name: type(value) for name, value in row.items()}
-        drawn = kinds.pop("drawn", None)
         texts = [text for state in row.get("states", []) for text in state.values()]
-        is_whole = kinds == {**ROW, "script": str} and drawn in (bool, float) and {*map(type, texts)} <= {str}
-        if kinds == {"reason": str} or is_whole and row["id"] == call["id"]:
+        is_whole = kinds == {**ROW, "script": str} and row["id"] == call["id"] and {*map(type, texts)} <= {str}
+        if is_whole or kinds == {"reason": str}:
             return row
     return {"reason": "the code writes into its row"}
 
@@ -1303,8 +1307,8 @@ def judge(call, server, workers, place, seconds):
     if status == -signal.SIGXCPU:
         return {"reason": f"its trace takes more than {seconds} s"}
     with open(f"{place}/errors", errors="replace") as file:
-        error = ["SystemExit", *file.read().splitlines()][-1]
-    return {"reason": f"its trace raises {error}"}
+        errors = file.read().splitlines()
+    return {"reason": f"its trace raises {errors[-1]}" if errors else "its trace ends its process"}
 
 
 def read_rows(path):

@@ -524,7 +524,8 @@ NASTY = [
     ("x", "[1, 2]", "match x:\n    case [a, b]: return a + b", "NameError: name 'a' is not defined"),
     ("x", "1", "import contextlib\nwith contextlib.nullcontext(x) as h: x = h + 1\nreturn x",
      "x = 1\nimport contextlib\nh = (contextlib.nullcontext(x)).__enter__()\nx = h + 1\nassert (x) == 2"),
-    ("s", "'ab'", "import io\nwith io.StringIO() as h, io.StringIO():\n    h.write(s)\n    t = h.getvalue()\nreturn t", RIGHT),
+    ("s", "'ab'",
+     "import io\nwith io.StringIO() as h, io.StringIO():\n    h.write(s)\n    t = h.getvalue()\nreturn t", RIGHT),
     ("x", "[]", "class C:\n    def __enter__(self): x.append(1)\n    def __exit__(self, *_): x.append(2)\n"
      "with C() as c: y = 3\nreturn x", OTHER),
     # conditions that change something are lines
@@ -567,8 +568,9 @@ NASTY = [
     ("", "", "def g():\n    global y\n    y = 2\ny = 1\ng()\nz = 0\nreturn z", OTHER),
     ("", "", "def g():\n    global y\n    y = 2\ng()\nz = 0\ny = z\nreturn y", OTHER),
     ("x", "1", "try: return x + 1\nfinally: b = 3", "lines run after the return, in try/finally"),
-    ("x", "1", "try: return x + 1\nfinally:\n    try: b = 3\n    except: pass", "lines run after the return, in try/finally"),
-    ("", "", "n = 0\ndef g():\n    nonlocal n\n    n += 1\ng()\nreturn n", "SyntaxError: no binding for nonlocal 'n' found"),
+    ("x", "1", "try: return x + 1\nfinally:\n    try: b = 3\n    except: pass", "lines run after the return"),
+    ("", "", "n = 0\ndef g():\n    nonlocal n\n    n += 1\ng()\nreturn n",
+     "SyntaxError: no binding for nonlocal 'n' found"),
     ("", "", "x = 3\nreturn sorted(locals())", OTHER),
     ("list", "[1, 2]", "for next in list: iter = next\nfor x in [3, 4]: iter += x\nreturn iter",
      "list = [1, 2]\nforloop0 = iter((list))\nnext = (forloop0).__next__()\niter = next\nnext = (forloop0).__next__()\n"
@@ -620,7 +622,8 @@ AROUND = [                                            # the same, with all of th
      "xs, key, kind, rest = '21', abs, int, (max,)\nassert (max(map(kind, xs), key=key) + len(rest)) == 3"),
     ("def f(*xs, a=0, **k):\n    t = k['key'](xs[0])\n    return t", "-2, a=1, key=abs",
      "a, xs, k = 1, (-2,), {'key': abs}\nt = k['key'](xs[0])\nassert (t) == 2"),
-    ("def f(**functions):\n    return len(functions)", "**{'a': len}", "functions = {**{'a': len}}\nassert (len(functions)) == 1"),
+    ("def f(**functions):\n    return len(functions)", "**{'a': len}",
+     "functions = {**{'a': len}}\nassert (len(functions)) == 1"),
     ("def f(x):\n    return x()", "*[int]", "SyntaxError: can't use starred expression here"),
     # annotations, modules
     ("from __future__ import annotations\nclass P:\n    def me(self: P) -> P: return self\ndef f(x):\n"
@@ -669,7 +672,7 @@ AROUND = [                                            # the same, with all of th
     ("class C:\n    k = 3\n    @classmethod\n    def make(cls, n): return cls.__name__ * n", "C().make(2)", RIGHT),
     ("class C:\n    @staticmethod\n    def go(g, n): return g(n)", "C().go(lambda x: x + 1, 2)", RIGHT),
     ("class C:\n    def make(self, n):\n        m = n\n        return m\nprint(C().make(2))", "C().make(3)", RIGHT),
-    ("class C:\n    def make(self): pass", "1", "a function is not at the top level of the code; call a method as C().method"),
+    ("class C:\n    def make(self): pass", "1", "not at the top level of the code; call a method as C().method"),
     ("import functools\ndef twice(g):\n    def h(x): return 7\n    return h\n@twice\ndef f(x): return x", "1",
      "the function itself is not called"),
     # the call
@@ -683,7 +686,8 @@ AROUND = [                                            # the same, with all of th
     ("def g(x):\n    return 0\ndef h(x):\n    return x", "1",
      "def g(x):\n    return 0\nx = 1\nassert (x) == 1"),
     ("async def f():\n    return 1", "", "a function is not at the top level"),
-    ("f = lambda x: x", "1", "a function is not at the top level"), ("if True:\n    def f(x): return x", "1", "a function is not at the top level"),
+    ("f = lambda x: x", "1", "a function is not at the top level"),
+    ("if True:\n    def f(x): return x", "1", "a function is not at the top level"),
     ("\ufeffdef f(a):\n    return a", "1", "a = 1\nassert (a) == 1"),
     ("def f(a):\n    return a", "1 # one", "a = 1\nassert (a) == 1"),
     ("def f(a):\n    return a", "'#'", "a = '#'\nassert (a) == '#'"),
@@ -716,8 +720,9 @@ def test_unroll_gives_random_functions_the_states_that_settrace_sees():
 
 
 @pytest.mark.parametrize("old, new", [
-    ("total = 0", "total = 1"), ("total += x", "total -= x"), ("(total) == 4", "(total) == 5"), ("xs = [3, 1]", "xs = [3, 2]"),
-    ("x = next(forloop0)", "x = 3"), ("total = 0", "total = 0; y = 1"), ("y = x", "y = 2"), ("y = x", "raise SystemExit")])
+    ("total = 0", "total = 1"), ("total += x", "total -= x"), ("(total) == 4", "(total) == 5"), ("y = x", "y = 2"),
+    ("xs = [3, 1]", "xs = [3, 2]"), ("x = next(forloop0)", "x = 3"), ("total = 0", "total = 0; y = 1"),
+    ("y = x", "raise SystemExit")])
 def test_replay_rejects_a_trace_that_has_another_state(old, new):
     code = "def f(xs):\n    total = 0\n    for x in xs:\n        total += x\n    y = x\n    return total"
     _, script = data.Tracer({"id": 0, "code": code, "input": "[3, 1]"}).record({"__name__": "__main__"})
@@ -728,11 +733,11 @@ def test_replay_rejects_a_trace_that_has_another_state(old, new):
 
 
 def as_script(row, folder):
-    """Run a row's trace as a user would, where no trace has been made: hash seed, time zone, home, folder and year."""
+    """Run a row's trace as a user would, with another hash seed, time zone, home and folder."""
     folder.mkdir(exist_ok=True)
     (folder / "trace.py").write_text(row["trace"])
     settings = {"PYTHONHASHSEED": "77", "TZ": "XYZ-11", "HOME": "/nowhere"}
-    done = subprocess.run([sys.executable, "trace.py"], cwd=folder, env=os.environ | settings, capture_output=True, text=True)
+    done = command("trace.py", cwd=folder, env=os.environ | settings)
     assert done.returncode == 0, (row["trace"], done.stderr)
 
 
@@ -758,13 +763,15 @@ HOSTILE = {                                           # and why it has no trace,
     "import os\ndef f():\n    os._exit(0)": "the code ends its process",
     "import os, time\ndef f():\n    os.closerange(3, 99)\n    time.sleep(99)": "more than 1 s",
     "def f():\n    exit()": "calling the function raises SystemExit",
+    "import resource\ndef f():\n    assert resource.getrlimit(resource.RLIMIT_CPU) == (1, 2)\n    return 1": "",
     "def f():\n    return len('x' * 2**30)": "calling the function raises MemoryError",
     "def f():\n    open('file', 'w').write('y' * 2**24)": "calling the function raises OSError",
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
     "def f():\n    return open('file').read()": "calling the function raises FileNotFoundError",
     "import os\ndef f():\n    os.mkdir('d')\n    return 1": "",
     "import shutil, os\ndef f():\n    shutil.rmtree(os.path.dirname(os.getcwd()))": "the code ends its process",
-    "import json\ndef f():\n    json.dump = lambda row, file: file.write('5')\n    return 1": "the code writes into its row",
+    "import json\ndef f():\n    json.dump = lambda row, file: file.write('5')\n    return 1":
+        "the code writes into its row",
     f"import os\ndef f():\n    for i in range(3, 19):\n        try: os.write(i, b'''{FORGED % 'line 2'}''')\n"
     "        except OSError: pass\n    os._exit(0)": "the code ends its process",
     "def f():\n    raise type('Odd\\n\\x1b[31m', (Exception,), {})()": "calling the function raises Odd  [31m",
@@ -804,11 +811,14 @@ ELSEWHERE = {                                         # where each is not as in 
               "sys.argv[0]", "__file__", "''.join(set('hello'))", "hash('abc')", "[c for c in set('abcde')]",
               "os.environ['HOME']", "time.localtime(0).tm_hour", "datetime.date.today().day", "time.time_ns() // 10**9",
               "random.random() < 2", "random.choice([1, 2])"],
-    OTHER: ["'numpy' in sys.modules", "'json' in sys.modules", "len(inspect.stack())", "os.listdir()", "len(sys.path)"],
+    OTHER: ["'numpy' in sys.modules", "'json' in sys.modules", "'resource' in sys.modules", "len(inspect.stack())",
+            "os.listdir()", "len(sys.path)", "'PYTHONHASHSEED' in os.environ", "len(os.environ)"],
     "its trace raises ValueError: call stack is not deep enough": ["sys._getframe(1) is None"],
+    "its trace ends its process": ["'data' in sys.modules or os._exit(0)"],
     "calling the function raises TypeError": ["__builtins__['len']('')"],
-    "": ["__name__", "random.Random(x).random()", "random.seed(x) or random.random()", "repr(datetime.datetime(2020, 1, x))",
-         "sys.modules['__main__'].__name__", "pickle.loads(pickle.dumps(C)) is C", "sys._getframe(0) is not None"]}
+    "": ["__name__", "random.Random(x).random()", "random.seed(x) or random.random()",
+         "repr(datetime.datetime(2020, 1, x))", "sys.modules['__main__'].__name__",
+         "pickle.loads(pickle.dumps(C)) is C", "sys._getframe(0) is not None"]}
 
 
 def test_write_traces_rejects_what_does_not_hold_everywhere(tmp_path):
@@ -828,13 +838,14 @@ def test_write_traces_rejects_what_does_not_hold_everywhere(tmp_path):
 
 def test_write_traces_reads_a_pipe_where_sitecustomize_prints_and_a_path_has_a_colon(tmp_path):
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nprint('hello', end='')\nprint('hello', file=sys.stderr)")
+    (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nprint('hi', end='')\nprint('hi', file=sys.stderr)")
     shutil.copytree(HERE, tmp_path / "a:b", ignore=lambda folder, names: {*names} - {"data.py"})
     os.mkfifo(tmp_path / "calls")
     writer = multiprocessing.get_context("fork").Process(target=write, args=(tmp_path / "calls", [HONEST, "", HONEST]))
     writer.start()
+    settings = {"PYTHONPATH": str(tmp_path / "site"), "PYTHONOPTIMIZE": "1"}
     done = command("data.py", "trace", "--file", tmp_path / "calls", "--out", tmp_path / "out.jsonl", "--allow-exec",
-                   cwd=tmp_path / "a:b", env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PYTHONOPTIMIZE": "1"})
+                   cwd=tmp_path / "a:b", env=os.environ | settings)
     writer.join()
     assert done.returncode == 0 and [row["id"] for row in written(tmp_path / "out.jsonl")] == ["line 1", "line 3"]
 
@@ -893,22 +904,22 @@ def test_calls_of_refuses_a_file_in_one_line(tmp_path):
     mbpp = {"task_id": 9, "code": "def f(): pass", "test_list": ["assert f() == None"]}
     for lines, says in ([[HONEST | {"id": "9/0"}, mbpp], "calls.jsonl: two calls have the id 9/0"],
                         [[HONEST | {"id": "9"}, HONEST | {"id": 9}], "two calls have the id 9"], [[""], "is empty"],
-                        *([[HONEST, line], "line 2 is not a JSON object"] for line in ("{oops", "[1]", "id,code", "\x1f\x8b"))):
+                        *([[HONEST, line], "line 2 is not a JSON obj"] for line in ("{oops", "[1]", "x,y", "\x1f\x8b"))):
         before = write(path, lines).read_bytes()
         with pytest.raises(data.BadInput, match=says):
             data.write_traces(path, tmp_path / "new.jsonl")
         assert path.read_bytes() == before and not (tmp_path / "new.jsonl").exists()
 
 
-GOOD = {**json.loads(FORGED % "a"), "script": "", "drawn": False}
+GOOD = {**json.loads(FORGED % "a"), "script": ""}
 
 
 @pytest.mark.parametrize("text, status, expected", [
-    (json.dumps(GOOD), 0, GOOD), (json.dumps(GOOD | {"drawn": 0.5}), 0, GOOD | {"drawn": 0.5}),
-    *[(json.dumps(GOOD | change), 0, "the code writes into its row")
-      for change in ({"id": "b"}, {"steps": "0"}, {"more": 1}, {"states": [{"x": 1}]}, {"states": [1]}, {"drawn": 1})],
+    (json.dumps(GOOD), 0, GOOD), *[(json.dumps(GOOD | change), 0, "the code writes into its row")
+      for change in ({"id": "b"}, {"steps": "0"}, {"more": 1}, {"states": [{"x": 1}]}, {"states": [1]})],
     ('{"reason": "no"}', 0, {"reason": "no"}), *[(text, 0, "the code writes into its row") for text in (
-        '{"reason": 5}', "5", "[]", "null", "{", "[" * 10**5, json.dumps(GOOD) * 2, '{"reason": "no", "id": "a"}', "\ufffd")],
+        '{"reason": 5}', "5", "[]", "null", "{", "[" * 10**5, json.dumps(GOOD) * 2, "\ufffd",
+        '{"reason": "", "id": "a"}')],
     ("", 0, "the code ends its process"), ("", -signal.SIGXCPU, "more than 3 s")])
 def test_read_row_believes_only_a_whole_row_of_its_call(text, status, expected):
     row = data.read_row({"id": "a"}, json.dumps([status, text]), 3)
@@ -926,7 +937,8 @@ def test_write_traces_ends_with_its_processes_and_folders_after_sigterm(tmp_path
     nap = f"sleep 98.{os.getpid()}"
     calls = write(tmp_path / "calls.jsonl", [{"code": f"import os\ndef f():\n    os.system('{nap}')", "input": ""}])
     words = [sys.executable, "data.py", "trace", "--file", calls, "--out", tmp_path / "out.jsonl", "--allow-exec"]
-    process = subprocess.Popen(words, cwd=HERE, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, stdout=subprocess.PIPE)
+    folder = {"TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen(words, cwd=HERE, env=os.environ | folder, stdout=subprocess.PIPE)
     while not processes_of(nap):
         time.sleep(0.05)
     assert any((tmp_path / "tmp").iterdir()) and processes_of(str(tmp_path / "tmp"))
