@@ -763,6 +763,7 @@ HOSTILE = {                                           # and why it has no trace,
     "import os\ndef f():\n    os._exit(0)": "the code ends its process",
     "import os, time\ndef f():\n    os.closerange(3, 99)\n    time.sleep(99)": "more than 1 s",
     "def f():\n    exit()": "calling the function raises SystemExit",
+    "import os\ndef f():\n    os.read(3, 10**6)": "calling the function raises OSError",
     "import resource\ndef f():\n    assert resource.getrlimit(resource.RLIMIT_CPU) == (1, 2)\n    return 1": "",
     "def f():\n    return len('x' * 2**30)": "calling the function raises MemoryError",
     "def f():\n    open('file', 'w').write('y' * 2**24)": "calling the function raises OSError",
@@ -841,13 +842,14 @@ def test_write_traces_reads_a_pipe_where_sitecustomize_prints_and_a_path_has_a_c
     (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nprint('hi', end='')\nprint('hi', file=sys.stderr)")
     shutil.copytree(HERE, tmp_path / "a:b", ignore=lambda folder, names: {*names} - {"data.py"})
     os.mkfifo(tmp_path / "calls")
-    writer = multiprocessing.get_context("fork").Process(target=write, args=(tmp_path / "calls", [HONEST, "", HONEST]))
+    rows = [HONEST, "", {"code": "def f():\n    return sorted(locals())", "input": ""}, HONEST]      # an assert fails
+    writer = multiprocessing.get_context("fork").Process(target=write, args=(tmp_path / "calls", rows))
     writer.start()
     settings = {"PYTHONPATH": str(tmp_path / "site"), "PYTHONOPTIMIZE": "1"}
     done = command("data.py", "trace", "--file", tmp_path / "calls", "--out", tmp_path / "out.jsonl", "--allow-exec",
                    cwd=tmp_path / "a:b", env=os.environ | settings)
     writer.join()
-    assert done.returncode == 0 and [row["id"] for row in written(tmp_path / "out.jsonl")] == ["line 1", "line 3"]
+    assert done.returncode == 0 and [row["id"] for row in written(tmp_path / "out.jsonl")] == ["line 1", "line 4"]
 
 
 def test_write_traces_gives_the_same_bytes_twice_and_overwrites_nothing(tmp_path):
@@ -904,7 +906,7 @@ def test_calls_of_refuses_a_file_in_one_line(tmp_path):
     mbpp = {"task_id": 9, "code": "def f(): pass", "test_list": ["assert f() == None"]}
     for lines, says in ([[HONEST | {"id": "9/0"}, mbpp], "calls.jsonl: two calls have the id 9/0"],
                         [[HONEST | {"id": "9"}, HONEST | {"id": 9}], "two calls have the id 9"], [[""], "is empty"],
-                        *([[HONEST, line], "line 2 is not a JSON obj"] for line in ("{oops", "[1]", "x,y", "\x1f\x8b"))):
+                        *([[HONEST, bad], "line 2 is not a JSON object"] for bad in ("{oops", "[1]", "x", "\x1f\x8b"))):
         before = write(path, lines).read_bytes()
         with pytest.raises(data.BadInput, match=says):
             data.write_traces(path, tmp_path / "new.jsonl")
