@@ -28,7 +28,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 import warnings
 from collections import Counter
 from dataclasses import asdict, fields
@@ -3108,7 +3107,7 @@ REFUSALS = {
     "train.py --task arith --states linear": "transformer or contrastive",
     "train.py --task group --states transformer": "linear or none",
     "train.py --task trace --trace-file /dev/null": "is empty: give a file with one JSON object on each line",
-    "train.py --out train.py": "train.py",
+    "train.py --out train.py": "Not a directory",
     "train.py --eval nowhere.pt --model gru": "set only eval_at, eval_samples, trace_file, seed, device, dtype",
     "train.py --play nowhere.pt": "nowhere.pt does not exist",
     "plot.py curve": "give a command",

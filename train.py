@@ -425,7 +425,7 @@ def run(cfg):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(cfg, progress)
                 optimizer.step()
-            # The one GPU sync of a step. Not finite: the weights are ruined, so stop and keep the old checkpoint.
+            # A GPU sync. Not finite: the weights are ruined, so stop and keep the old checkpoint.
             finite, accuracy = torch.stack([(loss + norm).isfinite(), torch.cat(right).nanmean()]).tolist()
             if not finite:
                 break
