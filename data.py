@@ -58,6 +58,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+with contextlib.suppress(ImportError):                      # Windows has none, and write_traces does not run there
+    import resource
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -653,24 +656,7 @@ class Group(Task):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# trace: a function call, unrolled into the lines that run (P2 section 2, appendix A)
-#
-#     def f(xs, n):
-#         for x in xs:        xs, n = [1, 2], 0
-#             n += x     ->   forloop0 = iter((xs))
-#         return n            x = next(forloop0)  ...  assert (n) == 3
-#     f([1, 2], 0)
-#
-# 1. Hooks record. They are calls that we insert into the function's syntax tree. Python itself runs the function, and
-#    the hooks note each statement that has run, and the locals after it.
-# 2. The replay judges. These lines run again, as a script with only global variables, and must make the same states.
-#
-# So the hooks can be simple. What they do not know (`except ... as`, `match`, `nonlocal`, a helper that reads a global
-# named like a local) makes the replay fail, and the call is rejected.
-
-class Rejected(BaseException):
-    """Says why a call is rejected. It is no Exception, because `except Exception` in the function would catch it."""
-
+# Values as source
 
 def literal(x, inside=()):
     """-> the source of a value made of bool, int, float, complex, str, bytes, None, list, tuple, set and dict, or None
@@ -715,6 +701,26 @@ def has_twice(x, seen):
         seen.add(id(x))
     items = x.values() if isinstance(x, dict) else x
     return isinstance(x, (list, tuple, dict)) and any(has_twice(item, seen) for item in items)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# trace: a function call, unrolled into the lines that run (P2 section 2, appendix A)
+#
+#     def f(xs, n):
+#         for x in xs:        xs, n = [1, 2], 0
+#             n += x     ->   forloop0 = iter((xs))
+#         return n            x = next(forloop0)  ...  assert (n) == 3
+#     f([1, 2], 0)
+#
+# 1. Hooks record. They are calls that we insert into the function's syntax tree. Python itself runs the function, and
+#    the hooks note each statement that has run, and the locals after it.
+# 2. The replay judges. These lines run again, as a script with only global variables, and must make the same states.
+#
+# So the hooks can be simple. What they do not know (`except ... as`, `match`, `nonlocal`, a helper that reads a global
+# named like a local) makes the replay fail, and the call is rejected.
+
+class Rejected(BaseException):
+    """Says why a call is rejected. It is no Exception, because `except Exception` in the function would catch it."""
 
 
 class Tracer(ast.NodeTransformer):
@@ -1022,12 +1028,12 @@ TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPer
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Files of calls, so other people's code. Four workers record every call: with other hash seeds, folders, time zones,
-# homes, arguments, seeds of `random`, and at other times. Where they agree, a trace runs as `python trace.py` does.
-# What all of them share is not checked: host, user, CPU count, and today's date in UTC.
+# Files of calls: other people's code. Four workers record every call, with other hash seeds, folders, time zones,
+# homes, arguments, seeds of `random`, and at other times. If all of them record the same, `python trace.py` runs the
+# trace, with its states as asserts. What all processes share is not checked: host, user, CPU count, today's date in UTC.
 #
-# The code runs in forked children with limits, in folders of their own, and on Linux only. Files that it writes
-# elsewhere stay. This helps against accidents, but it is no protection against attacks.
+# The code runs on Linux only, in forked children with limits, each in an empty folder. What it writes elsewhere stays.
+# This helps against accidents, but it is no protection against attacks.
 
 @contextlib.contextmanager
 def blame(what):
@@ -1114,152 +1120,120 @@ def output_of(call, value, memory):
     return output
 
 
-def guard(place, seconds):
-    """Fork. -> None in the child, which has limits, no open files, and `place`/run as its working directory. In the
-    parent, -> the exit code of the child when it has ended, or -SIGXCPU if it took too long."""
-    import os, resource, signal, time                       # `serve` runs a copy of this function, without this file
-    child = os.fork()
-    os.setpgid(child, child)                                # a group, so that all that the child starts ends with it
-    if child:
+def guard(run, place, seconds):
+    """Run `run` in a forked child, with limits, in the empty folder `place`. -> the child's exit code, or -SIGXCPU if
+    it took too long, and the last line of its standard error. The standard output is lost."""
+    if not os.path.isdir(place) or os.listdir(place):
+        shutil.rmtree(place, ignore_errors=True)
+        os.makedirs(place)
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        child = os.fork()
+        if not child:
+            try:
+                limit(place, seconds, errors.fileno())
+                run()
+            finally:
+                os._exit(0)
+        ended = None
+        with contextlib.suppress(PermissionError):          # the child has done so, and runs a program already
+            os.setpgid(child, child)
         try:
-            for _ in range(4000 * seconds):                 # naps: a clock would run on while the machine is paused
+            for _ in range(2000 * seconds):                 # naps: a clock would run on while the machine is paused
                 ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if ended:
                     break
-                time.sleep(0.001)
+                time.sleep(0.002)
         finally:
-            os.killpg(child, signal.SIGKILL)
+            os.killpg(child, signal.SIGKILL)                # all that the child has started ends with it
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return status if ended else -signal.SIGXCPU
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for descriptor, file in enumerate([os.devnull, os.devnull, f"{place}/errors"]):
-            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
-        os.closerange(3, 256)
-        os.chdir(f"{place}/run")
-        with open("/proc/self/statm") as pages:
-            memory = int(pages.read().split()[0]) * resource.getpagesize() + 2 ** 29      # 512 MB more than now
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
-        os.fork = None                                      # no fork bomb by accident
-    except BaseException:
-        os._exit(1)
+        errors.seek(0)
+        return status if ended else -signal.SIGXCPU, [*errors.read().splitlines(), ""][-2:][0]
 
 
-def serve(seconds, settings):
-    """Run `place`/run/trace.py for each place in a line of stdin, and print the exit code. settings: {name: value or
-    None}, the environment variables that the script finds, where `helpers` has set others.
-
-    `helpers` makes this the module sitecustomize of a fresh Python, which imports it before it runs its script. A
-    forked child returns from here. So it is a Python that goes on to run trace.py, and knows nothing of this file. To
-    start a Python for each trace would take three times as long."""
-    import os, signal, sys
-    modules = {*sys.modules}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print("\nready", flush=True)
-    for line in sys.stdin:
-        status = guard(line[:-1], seconds)
-        if status is None:
-            sys.path.remove(os.path.dirname(__file__))
-            for name in {*sys.modules} - modules:
-                del sys.modules[name]
-            for name, value in settings.items():
-                os.environ.pop(name)
-                os.environ.update({} if value is None else {name: value})
-            break
-        print(status, flush=True)
+def limit(place, seconds, errors):
+    """In a child: `seconds` of CPU time, 512 MB more memory than now, files of 1 MB, and no open file but `errors`."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for descriptor, file in enumerate([os.open(os.devnull, os.O_RDWR)] * 2 + [errors]):
+        os.dup2(file, descriptor)
+    os.closerange(3, 256)
+    os.chdir(place)
+    with open("/proc/self/statm") as pages:
+        memory = int(pages.read().split()[0]) * resource.getpagesize() + 2 ** 29
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
 
 
 def work(number, folder, seconds):
-    """Record every call in `folder`/calls. For each, print a line: the exit code of its child, and what it has left."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    place = f"{folder}/{'work' * (number + 1)}"             # so even the length of the path differs
+    """Record every call in `folder`/calls, and print what `recorded` returns."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print("\nready", flush=True)
-    with open(f"{folder}/calls") as calls, open(1, "w", 2 ** 24) as out:
+    time.sleep(number / 2)                                  # so that clocks differ
+    place = f"{folder}/{'work' * (number + 1)}/run"         # even the length of the path differs
+    with open(f"{folder}/calls") as calls:
         for line in calls:
-            while (int(time.time()) - number) % 4 > 1:      # workers 0 and 2 never share a second, nor do 1 and 3
-                out.flush()
-                time.sleep(0.05)
-            print(json.dumps(left_by_child(json.loads(line), number, place, seconds)), file=out)
+            print(json.dumps(recorded(json.loads(line), number, place, seconds)), flush=True)
 
 
-def left_by_child(call, number, place, seconds):
-    """-> the exit code of the child that runs a call, and the text that it has left: JSON of a row, or anything."""
-    if "reason" in call:
-        return 0, ""
-    try:
-        tracer = Tracer(call)
-    except Rejected as why:
-        return 0, json.dumps({"reason": str(why)})
-    empty_folder(place)
-    status = guard(place, seconds)
-    if status is None:
-        leave_row(tracer, number, f"{place}/row")
-    with contextlib.suppress(FileNotFoundError), open(f"{place}/row", errors="replace") as file:
-        os.remove(f"{place}/row")
-        return status, file.read()
-    return status, ""
+def recorded(call, number, place, seconds):
+    """-> the row of a call, and its script, or {"reason"}. A child records it. Nothing that it leaves is believed."""
+    status, text = guard(lambda: leave_row(call, number), place, seconds)
+    if status == -signal.SIGXCPU:
+        return {"reason": f"more than {seconds} s"}
+    with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        row = json.loads(text)
+        kinds = {name: type(value) for name, value in row.items()}
+        texts = [text for state in row.get("states", []) for text in state.values()]
+        is_whole = kinds == {**ROW, "script": str} and row["id"] == call["id"] and {*map(type, texts)} <= {str}
+        if is_whole or kinds == {"reason": str}:
+            return row
+    return {"reason": "the code ends its process, or spoils its row"}
 
 
-def empty_folder(place):
-    """Make sure that `place`/run holds no file but trace.py. A new folder for each call would cost a seventh more."""
-    if not os.path.isdir(f"{place}/run") or {*os.listdir(f"{place}/run")} - {"trace.py"}:
-        shutil.rmtree(place, ignore_errors=True)
-        os.makedirs(f"{place}/run")
-
-
-def leave_row(tracer, number, path):
-    """In a child, run the code, write its row to a file, and exit."""
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+def leave_row(call, number):
+    """In a child: record a call in a module __main__, and write its row to standard error."""
     sys.argv = [os.path.abspath("trace.py"), "argument"] if number % 2 else ["trace.py"]
-    vars(main).update(__builtins__=builtins, __file__=sys.argv[0])
+    main = sys.modules["__main__"]
+    main.__file__ = sys.argv[0]
     random.seed(number)
+    os.fork = None                                          # no fork bomb by accident
     try:
-        row, script = tracer.record(vars(main))
-        draw = random.random()                                            # if it is not the first, the code has drawn
+        row, script = Tracer(call).record(vars(main))
+        draw = random.random()                              # if it is not the first, the code has drawn
         row["script"] = script if draw == random.Random(number).random() else f"{script}\n# then random() is {draw}"
     except Rejected as why:
         row = {"reason": str(why)}
     except BaseException as error:
         row = {"reason": f"the code raises {type(error).__name__}"}
-    try:
-        with open(path, "w") as file:
-            json.dump(row, file)
-    finally:
-        os._exit(0)
+    with open(2, "w") as file:
+        file.write("\n")
+        json.dump(row, file)
 
 
 @contextlib.contextmanager
-def helpers(folder, seconds):
-    """-> five processes: one that runs `serve`, and four that run `work`. They end with the block."""
+def four_workers(folder, seconds):
+    """-> the four processes that run `work`. They end with the block."""
     here = os.path.dirname(os.path.abspath(__file__))
-    path = f".:{os.environ.get('PYTHONPATH', '')}"                        # a relative one, as a : may be in `folder`
-    common = {"PYTHONPATH": path, "PYTHONOPTIMIZE": "", "PYTHONSAFEPATH": "", "OPENBLAS_NUM_THREADS": "1"}
-    settings = {name: os.environ.get(name) for name in [*common, "PYTHONHASHSEED", "HOME", "TZ"]}
-    os.mkdir(f"{folder}/serve")
-    with open(f"{folder}/serve/sitecustomize.py", "w") as file:
-        file.write(f"{inspect.getsource(guard)}\n{inspect.getsource(serve)}\nserve({seconds}, {settings})")
-    commands = [["/proc/self/cwd/trace.py"]]                              # in each child's own working directory
-    commands += [["-c", f"import data; data.work({number}, {folder!r}, {seconds})"] for number in range(4)]
-    zones = "FAR4", "WEST24", "UTC0", "EAST-24", "MID-5:45"               # at any time, two of them have another day
-    processes = []
+    common = {"PYTHONSAFEPATH": "", "OPENBLAS_NUM_THREADS": "1"}
+    workers = []
     try:
-        for i, (command, zone) in enumerate(zip(commands, zones)):
-            own = {"PYTHONHASHSEED": str(i), "HOME": f"{folder}/{i}", "TZ": zone}
-            processes.append(subprocess.Popen(
-                [sys.executable, *command], cwd=here if i else f"{folder}/serve", env=os.environ | common | own,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace",
-                start_new_session=True))
-        for process in processes:
-            while read_line(process) != "ready":                          # before this, a sitecustomize may print
+        for number, zone in enumerate(["WEST24", "UTC0", "EAST-24", "MID-5:45"]):     # so the day differs, too
+            program = f"__import__('data').work({number}, {folder!r}, {seconds})"
+            own = {"PYTHONHASHSEED": str(number), "HOME": f"{folder}/{number}", "TZ": zone}
+            workers.append(subprocess.Popen(
+                [sys.executable, "-c", program], cwd=here, env=os.environ | common | own, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                errors="replace", pipesize=2 ** 20))        # a large pipe, so that no worker waits for another
+        for worker in workers:
+            while read_line(worker) != "ready":             # before this, a sitecustomize may print
                 pass
-        yield processes
+        yield workers
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.communicate()
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.communicate()
 
 
 def read_line(process):
@@ -1272,43 +1246,27 @@ def read_line(process):
 ROW = {"id": str, "source": str, "call": str, "output": str, "trace": str, "states": list, "steps": int}
 
 
-def read_row(call, line, seconds):
-    """What a worker has printed about a call -> its row, if the child has left one, else {"reason"}."""
-    status, text = json.loads(line)
-    if not text:
-        return {"reason": f"more than {seconds} s" if status == -signal.SIGXCPU else "the code ends its process"}
-    with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        row = json.loads(text)
-        kinds = {name: type(value) for name, value in row.items()}
-        texts = [text for state in row.get("states", []) for text in state.values()]
-        is_whole = kinds == {**ROW, "script": str} and row["id"] == call["id"] and {*map(type, texts)} <= {str}
-        if is_whole or kinds == {"reason": str}:
-            return row
-    return {"reason": "the code writes into its row"}
-
-
-def judge(call, server, workers, place, seconds):
-    """-> the row of a call, or {"reason"}. If the workers agree, this runs the trace as `python trace.py` does."""
-    rows = [read_row(call, read_line(worker), seconds) for worker in workers]
-    if "reason" in call:
-        return call
-    if any(row != rows[0] for row in rows):
+def judge(rows, place, seconds):
+    """What the workers have recorded of a call -> its row, or {"reason"}. If they agree, Python runs the script."""
+    row = rows[0]
+    if any(other != row for other in rows):
         why = [f"in another process: {row['reason']}" for row in rows if "reason" in row]
         return {"reason": [*why, "the output or a state may differ in another process"][0]}
-    if "reason" in rows[0]:
-        return rows[0]
-    empty_folder(place)
-    with open(f"{place}/run/trace.py", "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(f"{rows[0]['script']}\n__import__('os')._exit(7)")     # a script that ends earlier has another code
-    print(place, file=server.stdin, flush=True)
-    status = int(read_line(server))
+    if "reason" in row:
+        return row
+    status, error = guard(lambda: run_script(row["script"]), place, seconds)
     if status == 7:
-        return {name: rows[0][name] for name in ROW}
+        return {name: row[name] for name in ROW}
     if status == -signal.SIGXCPU:
         return {"reason": f"its trace takes more than {seconds} s"}
-    with open(f"{place}/errors", errors="replace") as file:
-        errors = file.read().splitlines()
-    return {"reason": f"its trace raises {errors[-1]}" if errors else "its trace ends its process"}
+    return {"reason": f"its trace raises {error}" if error else "its trace ends its process"}
+
+
+def run_script(script):
+    """In a child: become `python trace.py`. Only a script that has run to its end has the exit code 7."""
+    with open("trace.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(f"{script}\n__import__('os')._exit(7)")
+    os.execve(sys.executable, [sys.executable, "trace.py"], os.environ | {"PYTHONOPTIMIZE": ""})
 
 
 def read_rows(path):
@@ -1377,19 +1335,24 @@ def calls_of(path):
 def write_traces(path, out, seconds=3):
     """Unroll every call in a file. Traces go to `out`; rejected calls, with the reason, go to OUT.rejected.jsonl.
     After Ctrl-C, both files consist of whole lines. Raises BadInput or OSError."""
-    rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
     first = {"id": "first", "code": "def f(x):\n    return x", "input": "1"}
+    calls = [first, *calls_of(path)]                        # read once: `path` may be a pipe
+    rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
+
+    def row_of(call):
+        return call if "reason" in call else judge([json.loads(read_line(x)) for x in workers], place, seconds)
+
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        with open(f"{folder}/calls", "w") as file:                        # so `path` is read once: it may be a pipe
-            for call in chain([first], calls_of(path)):
-                print(json.dumps(call), file=file)
-        with open(f"{folder}/calls") as file, helpers(folder, seconds) as (server, *workers):
-            rows = ((call, judge(call, server, workers, f"{folder}/replay", seconds)) for call in map(json.loads, file))
-            if reason := next(rows)[1].get("reason"):
+        place = f"{folder}/replay/run"
+        with open(f"{folder}/calls", "w") as file:
+            file.writelines(json.dumps(call) + "\n" for call in calls if "reason" not in call)
+        with four_workers(folder, seconds) as workers:
+            if reason := row_of(first).get("reason"):
                 raise OSError(f"even f(x) = x fails here ({reason}): raise the limits on memory and processes")
             with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
                 try:
-                    for call, row in rows:
+                    for call in calls[1:]:
+                        row = row_of(call)
                         reason = "".join(x if x.isprintable() else " " for x in row.get("reason", ""))
                         file, row = (bad, {**call, "reason": reason}) if reason else (good, row)
                         file.write(json.dumps(row) + "\n")

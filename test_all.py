@@ -755,11 +755,12 @@ def test_write_traces_finds_777_in_cruxeval_with_the_states_that_settrace_sees(t
 
 HONEST = {"code": "def f(x):\n    return x + 1", "input": "1", "output": "2"}
 FORGED = '{"id": "%s", "source": "", "call": "", "output": "7", "trace": "assert 1", "states": [], "steps": 0}'
+SPOILT = "the code ends its process, or spoils its row"
 HOSTILE = {                                           # and why it has no trace, if it has none
     "import os\ndef f():\n    os.popen('sleep 0.7; touch $TMPDIR/alive')\n    return 1": "",
     "def f():\n    return 10**10**10": "more than 1 s",
     "import os\ndef f():\n    while True:\n        os.fork()": "calling the function raises TypeError",
-    "import os\ndef f():\n    os._exit(0)": "the code ends its process",
+    "import os\ndef f():\n    os._exit(0)": SPOILT,
     "import os, time\ndef f():\n    os.closerange(3, 99)\n    time.sleep(99)": "more than 1 s",
     "def f():\n    exit()": "calling the function raises SystemExit",
     "import os\ndef f():\n    os.read(3, 10**6)": "calling the function raises OSError",
@@ -769,13 +770,13 @@ HOSTILE = {                                           # and why it has no trace,
     "def f():\n    open('file', 'w').write('y')\n    return 1": "",
     "def f():\n    return open('file').read()": "calling the function raises FileNotFoundError",
     "import os\ndef f():\n    os.mkdir('d')\n    return 1": "",
-    "import shutil, os\ndef f():\n    shutil.rmtree(os.path.dirname(os.getcwd()))": "the code ends its process",
+    "import shutil, os\ndef f():\n    shutil.rmtree(os.path.dirname(os.getcwd()))\n    return 1": "",
     "import json\ndef f():\n    json.dump = lambda row, file: file.write('5')\n    return 1":
-        "the code writes into its row",
+        SPOILT,
     f"import os\ndef f():\n    for i in range(3, 19):\n        try: os.write(i, b'''{FORGED % 'line 2'}''')\n"
-    "        except OSError: pass\n    os._exit(0)": "the code ends its process",
+    "        except OSError: pass\n    os._exit(0)": SPOILT,
     "def f():\n    raise type('Odd\\n\\x1b[31m', (Exception,), {})()": "calling the function raises Odd  [31m",
-    "import os\ndef f():\n    os.kill(os.getpid(), 15)": "the code ends its process",
+    "import os\ndef f():\n    os.kill(os.getpid(), 15)": SPOILT,
     "import sys\ndef f():\n    print('y' * 2**16, file=sys.stderr)\n    return 1": "",
 }
 
@@ -812,7 +813,7 @@ ELSEWHERE = {                                         # where each is not as in 
               "os.environ['HOME']", "time.localtime(0).tm_hour", "datetime.date.today().day", "time.time_ns() // 10**9",
               "random.random() < 2", "random.choice([1, 2])"],
     OTHER: ["'numpy' in sys.modules", "'json' in sys.modules", "'resource' in sys.modules", "len(inspect.stack())",
-            "os.listdir()", "len(sys.path)", "'PYTHONHASHSEED' in os.environ", "len(os.environ)"],
+            "os.listdir()", "'PYTHONHASHSEED' in os.environ", "len(os.environ)"],
     "its trace raises ValueError: call stack is not deep enough": ["sys._getframe(1) is None"],
     "its trace ends its process": ["'data' in sys.modules or os._exit(0)"],
     "calling the function raises TypeError": ["__builtins__['len']('')"],
@@ -916,14 +917,14 @@ GOOD = {**json.loads(FORGED % "a"), "script": ""}
 
 
 @pytest.mark.parametrize("text, status, expected", [
-    (json.dumps(GOOD), 0, GOOD), *[(json.dumps(GOOD | change), 0, "the code writes into its row")
+    (json.dumps(GOOD), 0, GOOD), ('{"reason": "no"}', 0, {"reason": "no"}), ("", -signal.SIGXCPU, "more than 3 s"),
+    *[(json.dumps(GOOD | change), 0, SPOILT)
       for change in ({"id": "b"}, {"steps": "0"}, {"more": 1}, {"states": [{"x": 1}]}, {"states": [1]})],
-    ('{"reason": "no"}', 0, {"reason": "no"}), *[(text, 0, "the code writes into its row") for text in (
-        '{"reason": 5}', "5", "[]", "null", "{", "[" * 10**5, json.dumps(GOOD) * 2, "\ufffd",
-        '{"reason": "", "id": "a"}')],
-    ("", 0, "the code ends its process"), ("", -signal.SIGXCPU, "more than 3 s")])
-def test_read_row_believes_only_a_whole_row_of_its_call(text, status, expected):
-    row = data.read_row({"id": "a"}, json.dumps([status, text]), 3)
+    *[(text, 0, SPOILT) for text in ("", "5", "[]", "null", "{", "[" * 10**5, json.dumps(GOOD) * 2, "\ufffd",
+                                     '{"reason": 5}', '{"reason": "", "id": "a"}')]])
+def test_recorded_believes_only_a_whole_row_of_its_call(text, status, expected, monkeypatch):
+    monkeypatch.setattr(data, "guard", lambda *_: (status, text))
+    row = data.recorded({"id": "a"}, 0, "", 3)
     assert row == ({"reason": expected} if isinstance(expected, str) else expected)
 
 
