@@ -38,7 +38,6 @@ import ast
 import builtins
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import random
@@ -52,7 +51,7 @@ import time
 import types
 from collections import Counter
 from functools import lru_cache
-from itertools import accumulate, chain, combinations, islice
+from itertools import accumulate, combinations, islice
 from math import factorial
 from typing import NamedTuple
 
@@ -274,12 +273,13 @@ class Task:
             return None if self.states == "none" else self.text(memory)
         try:
             classes = self.slots(memory)
-            if {*classes} <= {*range(-1, self.n_classes)} and len(classes) == self.n_slots:
-                return classes
+            is_right = {*classes} <= {*range(-1, self.n_classes)} and len(classes) == self.n_slots
         except (LookupError, TypeError, ValueError) as error:             # such as a KeyError
-            classes = repr(error)
-        raise BadInput(f"{type(self).__name__}.slots: {classes} after the line {source!r}: return n_slots = "
-                       f"{self.n_slots} numbers below n_classes = {self.n_classes}, with -1 for slots not set yet")
+            classes, is_right = repr(error), False
+        if not is_right:
+            raise BadInput(f"{type(self).__name__}.slots: {classes} after the line {source!r}: return n_slots = "
+                           f"{self.n_slots} numbers below n_classes = {self.n_classes}, with -1 for slots not set yet")
+        return classes
 
     def draw(self, rng, stage, split):
         """Draw a trace of the split, "train" or "test". -> list of Lines. Raises BadInput if 1,000 draws find none."""
@@ -520,13 +520,14 @@ class Arith(Task):
     def program(self, rng, stage, memory):
         length = draw_length(rng, stage)
         needed = ["a"]                                     # variables that a later line reads
-        new_names = sorted(LETTERS[1:], reverse=True)      # z first; a new y takes the last, a new x the one before
+        new_names = [f"a{i}" for i in range(2 * length, 0, -1)]
+        new_names += sorted(LETTERS[1:], reverse=True)     # z ... b, a1; a new y takes the last, a new x the one before
         lines = []                                         # the last one first
         while len(lines) < length:
             target = rng.choice(needed)
             x = rng.choice([self.number(rng), rng.choice(needed), new_names[-2]])
             y = rng.choice([self.number(rng), rng.choice(needed), new_names[-1]])
-            used = {operand for operand in (x, y) if operand in LETTERS}
+            used = {operand for operand in (x, y) if not operand.isdecimal()}
             needed_before = sorted(({*needed} - {target}) | used)     # a line may read its own target
             if needed_before:
                 needed = needed_before
@@ -539,13 +540,8 @@ class Arith(Task):
     def number(self, rng):
         return str(rng.randint(self.low, self.high))
 
-    def check_stage(self, stage):
-        super().check_stage(stage)
-        if stage.length > 12:
-            raise BadInput(f"stage {stage}: choose at most 12 lines, because each may need two of the 26 names")
-
     def harder_stages(self, last):
-        return [Stage(length) for length in (last.length, 2 * last.length) if length <= 12]
+        return [Stage(last.length), Stage(2 * last.length)]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -606,6 +602,8 @@ class Group(Task):
         self.n_classes = len(self.elements)
         names = [f"element {i}".encode() for i in range(self.n_classes)]
         states = "none" if states == "auto" else states
+        if states not in ("none", "linear"):
+            raise BadInput(f"--states {states}: the tokens of the task group are not text: choose linear or none")
         super().__init__(states=states, tokenizer=Tokenizer([b"\0", b"start", *names]), **others)
 
     def letters(self, kind):
@@ -632,8 +630,6 @@ class Group(Task):
 
     def batch(self, seed, split, stage, t, size):
         rng = random.Random(f"{seed} {split} {stage} {t}")
-        if self.states not in ("none", "linear"):
-            raise BadInput(f"--states {self.states}: the tokens of the task group are not text: choose linear or none")
         words = [self.word(rng, stage, split) for _ in range(size * max(1, 32 // stage.length))]
         tokens = np.insert(2 + np.array(words), 0, 1, axis=1)                     # (words, 1 + L)
         product = np.insert(list(map(self.products, words)), 0, -1, axis=1)       # -1 at the start token
@@ -653,54 +649,6 @@ class Group(Task):
 
     def chance(self, stage):
         return 1 / self.n_classes
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Values as source
-
-def literal(x, inside=()):
-    """-> the source of a value made of bool, int, float, complex, str, bytes, None, list, tuple, set and dict, or None
-    for any other. The items of a set are sorted, so their order does not matter."""
-    kind = type(x)
-    if kind in (bool, str, bytes, type(None)):
-        return repr(x)
-    if kind is int and x.bit_length() > 14_000:                           # more than 4,214 digits: Python prints 4,300
-        return None
-    if kind in (int, float, complex):
-        return repr(x) if x - x == 0 else None                            # inf and nan have no literal
-    if kind not in (list, tuple, set, dict) or id(x) in inside:
-        return None
-    rows = x.items() if kind is dict else [(item,) for item in x]
-    rows = [[literal(item, (*inside, id(x))) for item in row] for row in rows]
-    if any(None in row for row in rows):
-        return None
-    items = [": ".join(row) for row in rows]
-    if kind is set:
-        return "{" + ", ".join(sorted(items)) + "}" if items else "set()"
-    if kind is tuple and len(items) == 1:
-        return f"({items[0]},)"
-    left, right = {list: "[]", tuple: "()", dict: "{}"}[kind]
-    return left + ", ".join(items) + right
-
-
-def literals(names):
-    """{name: value} -> {name: literal}, with None for functions, modules and other objects, which have no literal."""
-    return {name: literal(value) for name, value in names.items() if name != "__builtins__"}
-
-
-def state_text(state):
-    """{name: literal or None} -> a=3, b=[1, 2]"""
-    return ", ".join(f"{name}={text}" for name, text in state.items() if text)
-
-
-def has_twice(x, seen):
-    """Whether x holds one list, set or dict twice, as [[0]] * 2 does. Its literal would make two of it."""
-    if isinstance(x, (list, set, dict)):
-        if id(x) in seen:
-            return True
-        seen.add(id(x))
-    items = x.values() if isinstance(x, dict) else x
-    return isinstance(x, (list, tuple, dict)) and any(has_twice(item, seen) for item in items)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -728,7 +676,7 @@ class Tracer(ast.NodeTransformer):
 
     lines: the source of each line that ran; states: {name: literal or None} after each; last: the source of the
     returned value, later the assert; end: the state at the return."""
-    # P2 appendix A, in the order of `sizes` in check_limits. The trace's characters are those of the lines that ran.
+    # P2 appendix A. The trace's characters are those of the lines that ran.
     limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}
 
     def __init__(self, call):
@@ -854,24 +802,24 @@ class Tracer(ast.NodeTransformer):
         """Reject the call if the trace exceeds one of the limits."""
         code = "\n".join([*self.lines, self.last])
         states = "".join(name + text for state in self.states for name, text in state.items() if text)
-        sizes = self.calls, len(self.lines) - self.extra, len(code), len(states)
-        for (what, limit), size in zip(self.limits.items(), sizes):
-            if size > limit:
-                self.reject(f"more than {limit} {what}")
+        sizes = {"call": self.calls, "steps": len(self.lines) - self.extra, "characters of trace": len(code),
+                 "characters of state": len(states)}
+        for what, size in sizes.items():
+            if size > self.limits[what]:
+                self.reject(f"more than {self.limits[what]} {what}")
 
     # The call
 
     def record(self, memory):
         """Run the source, with hooks that record nothing, then the call, in the namespace `memory`. -> a row {"id",
         "source", "call", "output", "trace", "states", "steps"}, and the script for `replay`. Raises Rejected."""
-        silent = types.SimpleNamespace(**dict.fromkeys("enter line loop test back".split(), lambda value, *_: value))
-        memory.update(_locals=locals, _tracer=silent)
+        memory.update(_locals=locals, _tracer=Silent())
         with blame("the code"):
             exec(self.code, memory)
         memory["_tracer"], module_names = self, {*memory}
         with blame("calling the function"):
             value = eval(self.called, memory)
-        memory["_tracer"] = silent
+        memory["_tracer"] = Silent()
         if isinstance(value, types.GeneratorType):
             raise Rejected("its output is a generator")
         if self.why or not self.last:
@@ -899,6 +847,13 @@ class Tracer(ast.NodeTransformer):
                    + f" and not {{*{unset}}} & {{*globals()}}" * bool(unset) + f", {why!r}")
 
 
+class Silent:
+    """Stands for the tracer before and after the call: its hooks record nothing."""
+
+    def __getattr__(self, hook):
+        return lambda value, *_: value
+
+
 def replay(script):
     """Run a trace with its states as asserts. Raises Rejected."""
     try:
@@ -916,6 +871,138 @@ def unroll(call):
     row, script = Tracer(call).record({"__name__": "__main__"})
     replay(script)
     return row
+
+
+# ----------------------------------------------------------------------------------------------------------
+# trace: the parts of a call, and values as source
+
+@contextlib.contextmanager
+def blame(what):
+    """Turn an exception into a Rejected. Its text is `what`, such as "the code", and the name of the exception."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise Rejected(f"{what} raises {type(error).__name__}") from error
+
+
+def find_call(tree, call):
+    """-> the def of the called function or method, the call as text, and {parameter: source of its argument}."""
+    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
+    methods = {(owner.name, x.name): x for owner in tree.body if isinstance(owner, ast.ClassDef)
+               for x in owner.body if isinstance(x, ast.FunctionDef)}
+    with blame("the input"):
+        given = ast.parse(f"_({call['input']}\n)", mode="eval").body
+    name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
+    owner = {method: owner for owner, method in methods}.get(name)
+    only = given.args[0] if len(given.args) == 1 and not given.keywords else None
+    function, whole = functions.get(name) or methods.get((owner, name)), None
+    match only:                                                           # is the input a whole call?
+        case ast.Call(func=ast.Name(id=inner)) if inner == name and name in functions:
+            whole = only
+        case ast.Call(func=ast.Attribute(ast.Call(func=ast.Name(id=made)), inner)) if (
+                (made, inner) in methods and "f" not in functions and call.get("name") in (None, inner)):
+            function, whole = methods[made, inner], only
+    if not function:
+        raise Rejected(f"{name or 'a function'} is not at the top level of the code; call a method as C().method(...)")
+    if whole:
+        return function, ast.unparse(whole), sources_of(function, whole)
+    start = name if name in functions else f"{owner}().{name}"
+    for end in ")", "\n)":                                                # a comment may end the input
+        with contextlib.suppress(SyntaxError):
+            called = f"{start}({call['input']}{end}"
+            return function, called, sources_of(function, ast.parse(called, mode="eval").body)
+
+
+def sources_of(function, call):
+    """-> {parameter: source of its argument or default}"""
+    parameters, arguments = function.args, call.args
+    decorators = [*map(ast.unparse, function.decorator_list)]
+    if isinstance(call.func, ast.Attribute) and "staticmethod" not in decorators:
+        made = call.func.value                                            # Solution().twice(3): self is Solution()
+        arguments = [made.func if "classmethod" in decorators else made, *arguments]
+    names = [x.arg for x in parameters.posonlyargs + parameters.args]
+    nodes = dict(zip(reversed(names), reversed(parameters.defaults)))
+    nodes |= dict(zip([x.arg for x in parameters.kwonlyargs], parameters.kw_defaults))
+    keywords = {x.arg: x.value for x in call.keywords}
+    if parameters.vararg:
+        nodes[parameters.vararg.arg] = ast.Tuple(arguments[len(names):], ast.Load())
+    if parameters.kwarg:
+        rest = [name for name in keywords if name not in {*names, *nodes}]
+        names_of_rest = [name and ast.Constant(name) for name in rest]    # None in f(**k)
+        nodes[parameters.kwarg.arg] = ast.Dict(names_of_rest, [keywords[name] for name in rest])
+    nodes |= dict(zip(names, arguments)) | keywords
+    return {name: ast.unparse(node) for name, node in nodes.items() if node}
+
+
+def is_kept(statement, function):
+    """Whether a trace begins with this statement. `function` is left out, and so is what names it, or __name__. But
+    other functions and classes are kept, because they may have a variable of that name."""
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    is_def = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+    return statement is not function and (is_def or not names & {function.name, "__name__"})
+
+
+def try_only(statement):
+    """The syntax tree of `try: statement, except: pass`, for what a trace leaves out, such as main()."""
+    return ast.Try([statement], [ast.ExceptHandler(body=[ast.Pass()])], [], [])
+
+
+def output_of(call, value, memory):
+    """-> the literal of what a call has returned. Raises Rejected if it has none, or if the row says another output."""
+    output = literal(value)
+    with blame("the output"):
+        expected = eval(call["output"], memory) if call.get("output") else value
+        if expected is not value and value != expected:
+            raise Rejected("its output is not what the row says")
+    output = output or literal(expected)                                  # a Counter has none, but an equal dict has
+    if not output:
+        raise Rejected("the output has no literal")
+    return output
+
+
+def literal(x, inside=()):
+    """-> the source of a value made of bool, int, float, complex, str, bytes, None, list, tuple, set and dict, or None
+    for any other. The items of a set are sorted, so their order does not matter."""
+    kind = type(x)
+    if kind in (bool, str, bytes, type(None)):
+        return repr(x)
+    if kind is int and x.bit_length() > 14_000:                           # more than 4,214 digits: Python prints 4,300
+        return None
+    if kind in (int, float, complex):
+        return repr(x) if x - x == 0 else None                            # inf and nan have no literal
+    if kind not in (list, tuple, set, dict) or id(x) in inside:
+        return None
+    rows = x.items() if kind is dict else [(item,) for item in x]
+    rows = [[literal(item, (*inside, id(x))) for item in row] for row in rows]
+    if any(None in row for row in rows):
+        return None
+    items = [": ".join(row) for row in rows]
+    if kind is set:
+        return "{" + ", ".join(sorted(items)) + "}" if items else "set()"
+    if kind is tuple and len(items) == 1:
+        return f"({items[0]},)"
+    left, right = {list: "[]", tuple: "()", dict: "{}"}[kind]
+    return left + ", ".join(items) + right
+
+
+def literals(names):
+    """{name: value} -> {name: literal}, with None for functions, modules and other objects, which have no literal."""
+    return {name: literal(value) for name, value in names.items() if name != "__builtins__"}
+
+
+def state_text(state):
+    """{name: literal or None} -> a=3, b=[1, 2]"""
+    return ", ".join(f"{name}={text}" for name, text in state.items() if text)
+
+
+def has_twice(x, seen):
+    """Whether x holds one list, set or dict twice, as [[0]] * 2 does. Its literal would make two of it."""
+    if isinstance(x, (list, set, dict)):
+        if id(x) in seen:
+            return True
+        seen.add(id(x))
+    items = x.values() if isinstance(x, dict) else x
+    return isinstance(x, (list, tuple, dict)) and any(has_twice(item, seen) for item in items)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1028,101 +1115,18 @@ TASKS = {"repl": Repl, "inverse": Inverse, "parity": Parity, "listperm": ListPer
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Files of calls: other people's code. Four workers record every call, with other hash seeds, folders, time zones,
-# homes, arguments, seeds of `random`, and at other times. If all of them record the same, `python trace.py` runs the
-# trace, with its states as asserts. What all processes share is not checked: host, user, CPU count, today's date in UTC.
+# Files of calls: other people's code. Three workers record every call, with other hash seeds, folders, time zones,
+# homes, arguments, seeds of `random`, and at other times. If all of them record the same, a fourth process runs the
+# trace, with its states as asserts, as `python trace.py`. What all four share is not checked: host, user, CPU count,
+# and today's date in UTC.
 #
 # The code runs on Linux only, in forked children with limits, each in an empty folder. What it writes elsewhere stays.
 # This helps against accidents, but it is no protection against attacks.
 
-@contextlib.contextmanager
-def blame(what):
-    """Turn an exception into a Rejected. Its text is `what`, such as "the code", and the name of the exception."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise Rejected(f"{what} raises {type(error).__name__}") from error
-
-
-def find_call(tree, call):
-    """-> the def of the called function or method, the call as text, and {parameter: source of its argument}."""
-    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
-    methods = {(owner.name, x.name): x for owner in tree.body if isinstance(owner, ast.ClassDef)
-               for x in owner.body if isinstance(x, ast.FunctionDef)}
-    with blame("the input"):
-        given = ast.parse(f"_({call['input']}\n)", mode="eval").body
-    name = call.get("name") or ("f" if "f" in functions else [None, *functions][-1])
-    owner = {method: owner for owner, method in methods}.get(name)
-    match given:            # a whole call, f(...) or Class().method(...); but if there is an f, what f is called with
-        case ast.Call(args=[ast.Call(func=ast.Name(id=inner)) as whole], keywords=[]) if (
-                inner == name and name in functions):
-            function = functions[name]
-        case ast.Call(args=[ast.Call(func=ast.Attribute(ast.Call(func=ast.Name(id=made)), inner)) as whole]) if (
-                (made, inner) in methods and "f" not in functions and call.get("name") in (None, inner)):
-            function = methods[made, inner]
-        case _:
-            function, whole = functions.get(name) or methods.get((owner, name)), None
-    if not function:
-        raise Rejected(f"{name or 'a function'} is not at the top level of the code; call a method as C().method(...)")
-    if whole:
-        return function, ast.unparse(whole), sources_of(function, whole)
-    start = name if name in functions else f"{owner}().{name}"
-    for end in ")", "\n)":                                                # a comment may end the input
-        with contextlib.suppress(SyntaxError):
-            called = f"{start}({call['input']}{end}"
-            return function, called, sources_of(function, ast.parse(called, mode="eval").body)
-
-
-def sources_of(function, call):
-    """-> {parameter: source of its argument or default}"""
-    parameters, arguments = function.args, call.args
-    decorators = [*map(ast.unparse, function.decorator_list)]
-    if isinstance(call.func, ast.Attribute) and "staticmethod" not in decorators:
-        made = call.func.value                                            # Solution().twice(3): self is Solution()
-        arguments = [made.func if "classmethod" in decorators else made, *arguments]
-    names = [x.arg for x in parameters.posonlyargs + parameters.args]
-    nodes = dict(zip(reversed(names), reversed(parameters.defaults)))
-    nodes |= dict(zip([x.arg for x in parameters.kwonlyargs], parameters.kw_defaults))
-    keywords = {x.arg: x.value for x in call.keywords}
-    if parameters.vararg:
-        nodes[parameters.vararg.arg] = ast.Tuple(arguments[len(names):], ast.Load())
-    if parameters.kwarg:
-        rest = [name for name in keywords if name not in {*names, *nodes}]
-        names_of_rest = [name and ast.Constant(name) for name in rest]    # None in f(**k)
-        nodes[parameters.kwarg.arg] = ast.Dict(names_of_rest, [keywords[name] for name in rest])
-    nodes |= dict(zip(names, arguments)) | keywords
-    return {name: ast.unparse(node) for name, node in nodes.items() if node}
-
-
-def is_kept(statement, function):
-    """Whether a trace begins with this statement. `function` is left out, and so is what names it, or __name__. But
-    other functions and classes are kept, because they may have a variable of that name."""
-    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    is_def = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
-    return statement is not function and (is_def or not names & {function.name, "__name__"})
-
-
-def try_only(statement):
-    """The syntax tree of `try: statement, except: pass`, for what a trace leaves out, such as main()."""
-    return ast.Try([statement], [ast.ExceptHandler(body=[ast.Pass()])], [], [])
-
-
-def output_of(call, value, memory):
-    """-> the literal of what a call has returned. Raises Rejected if it has none, or if the row says another output."""
-    output = literal(value)
-    with blame("the output"):
-        expected = eval(call["output"], memory) if call.get("output") else value
-        if expected is not value and value != expected:
-            raise Rejected("its output is not what the row says")
-    output = output or literal(expected)                                  # a Counter has none, but an equal dict has
-    if not output:
-        raise Rejected("the output has no literal")
-    return output
-
-
 def guard(run, place, seconds):
     """Run `run` in a forked child, with limits, in the empty folder `place`. -> the child's exit code, or -SIGXCPU if
-    it took too long, and the last line of its standard error. The standard output is lost."""
+    it took too long, and the last line of its standard error. It may take `seconds` of CPU time, and four times as
+    long in all."""
     if not os.path.isdir(place) or os.listdir(place):
         shutil.rmtree(place, ignore_errors=True)
         os.makedirs(place)
@@ -1147,11 +1151,12 @@ def guard(run, place, seconds):
             os.killpg(child, signal.SIGKILL)                # all that the child has started ends with it
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         errors.seek(0)
-        return status if ended else -signal.SIGXCPU, [*errors.read().splitlines(), ""][-2:][0]
+        last_line = (errors.read().splitlines() or [""])[-1]
+    return status if ended else -signal.SIGXCPU, last_line
 
 
 def limit(place, seconds, errors):
-    """In a child: `seconds` of CPU time, 512 MB more memory than now, files of 1 MB, and no open file but `errors`."""
+    """In a child: limits on CPU time (s), memory (512 MB more than now) and files (1 MB). Only `errors` stays open."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor, file in enumerate([os.open(os.devnull, os.O_RDWR)] * 2 + [errors]):
@@ -1212,13 +1217,13 @@ def leave_row(call, number):
 
 
 @contextlib.contextmanager
-def four_workers(folder, seconds):
-    """-> the four processes that run `work`. They end with the block."""
+def three_workers(folder, seconds):
+    """-> the processes that run `work`. They end with the block."""
     here = os.path.dirname(os.path.abspath(__file__))
     common = {"PYTHONSAFEPATH": "", "OPENBLAS_NUM_THREADS": "1"}
     workers = []
     try:
-        for number, zone in enumerate(["WEST24", "UTC0", "EAST-24", "MID-5:45"]):     # so the day differs, too
+        for number, zone in enumerate(["WEST22:10", "MID5:40", "EAST-23:25"]):        # so the day differs, too
             program = f"__import__('data').work({number}, {folder!r}, {seconds})"
             own = {"PYTHONHASHSEED": str(number), "HOME": f"{folder}/{number}", "TZ": zone}
             workers.append(subprocess.Popen(
@@ -1338,21 +1343,17 @@ def write_traces(path, out, seconds=3):
     first = {"id": "first", "code": "def f(x):\n    return x", "input": "1"}
     calls = [first, *calls_of(path)]                        # read once: `path` may be a pipe
     rejected, counts = os.path.splitext(out)[0] + ".rejected.jsonl", Counter()
-
-    def row_of(call):
-        return call if "reason" in call else judge([json.loads(read_line(x)) for x in workers], place, seconds)
-
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        place = f"{folder}/replay/run"
         with open(f"{folder}/calls", "w") as file:
             file.writelines(json.dumps(call) + "\n" for call in calls if "reason" not in call)
-        with four_workers(folder, seconds) as workers:
-            if reason := row_of(first).get("reason"):
+        with three_workers(folder, seconds) as workers:
+            rows = (call if "reason" in call else judge(
+                [json.loads(read_line(x)) for x in workers], f"{folder}/replay/run", seconds) for call in calls)
+            if reason := next(rows).get("reason"):
                 raise OSError(f"even f(x) = x fails here ({reason}): raise the limits on memory and processes")
             with open(rejected, "x", 1) as bad, open(out, "x", 1) as good:
                 try:
-                    for call in calls[1:]:
-                        row = row_of(call)
+                    for call, row in zip(calls[1:], rows):
                         reason = "".join(x if x.isprintable() else " " for x in row.get("reason", ""))
                         file, row = (bad, {**call, "reason": reason}) if reason else (good, row)
                         file.write(json.dumps(row) + "\n")
@@ -1372,7 +1373,8 @@ def show_samples(args):
     if others:
         raise BadInput(f"--stage {args.stage}: give a single stage, such as {stage}")
     given = {name: getattr(args, name) for name in task_class.settings if getattr(args, name, None) is not None}
-    task = task_class(states="transformer", **given)      # so that each line has its state, as text
+    task = task_class(**given)
+    task.states = "transformer"                           # so that each line has its state, as text
     task.check_stage(stage)
     rng, chance = random.Random(args.seed), task.chance(stage)
     for number in range(args.samples):

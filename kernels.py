@@ -658,11 +658,9 @@ def errors(tensors, truth):
 
 
 def with_gradients(inputs, backend, **options):
-    """-> o and the last state, then the gradients of a random weighted sum of both. Under no_grad, no gradients."""
-    inputs = [x if x is None else x.detach().requires_grad_(torch.is_grad_enabled()) for x in inputs]
+    """-> o and the last state, then the gradients of a random weighted sum of both."""
+    inputs = [x if x is None else x.detach().requires_grad_() for x in inputs]
     outputs = delta_rule(*inputs, backend=backend, **options)
-    if not torch.is_grad_enabled():
-        return outputs
     rng = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=rng, device="cpu").to(x) for x in outputs]
     grads = torch.autograd.grad(outputs, [x for x in inputs if x is not None], weights)

@@ -28,7 +28,7 @@ time, and in a long evaluation one segment at a time. The *state* is what a mixe
 is the state at the start. Only the state heads deal with another one, the program's state: what its variables hold.
 
 Symbols: B batch, T time, H heads, K = V = D / H head dim, D model width. P1 and P2 are the papers that data.py names;
-it also defines a trace and a command. At the end is a DeltaNet whose weights are written by hand. Not here: dropout,
+it also defines a trace and a command. `by_hand` is a DeltaNet whose weights are written by hand. Not here: dropout,
 weight tying, padding masks.
 
 Read `DeltaNet` and `LM` first. Look at all mixers, and check yours:   python models.py
@@ -431,7 +431,7 @@ class LM(nn.Module):
         init_weights(self)
         # The state head is made last, so that it does not change the other initial weights.
         self.to_state = nn.Identity()
-        if cfg.states == "linear" and n_slots:
+        if cfg.states == "linear":
             self.to_state = LinearHead(cfg, n_slots, n_classes)
         elif cfg.states == "transformer":
             self.to_state = TransformerHead(cfg, vocab_size)
@@ -629,18 +629,18 @@ def by_hand(task):
     conv[-1, side] = -1
 
     # The hidden layer of the keys has four bits for each variable: `left`, the token is its name, left of =; `right`,
-    # the token follows its name, right of =; `takes`, the variable is the y above; `assigned`, the token is the digit
-    # in "x = 5". A bit is 1 if its row of to_bits, applied to the output of the convolution, is positive, else 0. One
+    # the token follows its name, right of =; `takes`, the variable is y; `assigned`, the token is the digit in
+    # "x = 5". A bit is 1 if its row of to_bits, applied to the output of the convolution, is positive, else 0. One
     # more bit is always 1, because to_k is applied to bits minus 1/2, and this bit adds the missing halves.
     q, v, bit, key = mixer.to_q.weight, mixer.to_v.weight, mixer.to_bits.weight, mixer.to_k.weight
     x = torch.arange(n)
     left, right, takes, assigned = torch.arange(4 * n).view(4, n)
-    bit[left, here], bit[left, side], bit[left, one] = 2, 1, -2
-    bit[right, back1], bit[right, stop], bit[right, side], bit[right, one] = 2, 2, -1, -4
+    bit[left, here], bit[left, side], bit[left, one] = 2, 1, -2                            # 2 here + side > 2
+    bit[right, back1], bit[right, stop], bit[right, side], bit[right, one] = 2, 2, -1, -4  # 2 back1 + 2 stop - side > 4
     bit[takes, far], bit[takes, stop], bit[takes, side], bit[takes, one] = 2, 2, -1, -6
-    bit[takes[:, None], back1] = 2
+    bit[takes[:, None], back1] = 2                         # 2 far + 2 stop - side + 2 (back1 of any variable) > 6
     bit[assigned, back2], bit[assigned, side], bit[assigned, one] = 1, -2, -2.5
-    bit[assigned[:, None], digit] = 1
+    bit[assigned[:, None], digit] = 1                      # back2 - 2 side + (digit, whichever) > 2.5
     bit[4 * n, one] = 1
     bit *= huge
     for new, old in (x, x + 2 * n), (x + n, x + 3 * n):
@@ -673,7 +673,7 @@ def fault(mixer, width):
     mixer = copy.deepcopy(mixer).cpu()
     for p in mixer.parameters():                          # a weight that starts at 0 would hide an error
         p += 0.1 * torch.arange(p.numel()).view_as(p).cos()
-    x = torch.arange(3 * 40 * width).view(3, 40, width).square().cos()
+    x = torch.arange(3 * 40 * width).view(3, 40, width).square().cos()      # random enough, and always the same
     try:
         once, _ = mixer(x, None)
         if once.shape != x.shape:

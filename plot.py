@@ -14,7 +14,6 @@ The figures of README.md and assets/RESULTS.md; without a path, they draw their 
     python plot.py samples                                      programs until 95 % of the answers are right (P2 Fig. 5)
     python plot.py variables                                    traces until the last stage is passed, over n_vars
     python plot.py nats                                         hidden branches: KL from the exact probabilities
-    python plot.py filters                                      when a linear filter loses its mass (P1 Figs. 9, 10)
     python plot.py ladder out/*-group* --by n_householder       the same figure of your own runs
 
 A file of JSON lines, one result on each, does for folders: `cat out/*-group*/result.json > ladder.jsonl`. With --entry
@@ -46,7 +45,6 @@ import numpy as np
 import torch
 from matplotlib.animation import PillowWriter
 
-import pfsa
 from data import GROUPS, parse_stages, run
 from kernels import delta_rule
 from models import DeltaNet
@@ -59,7 +57,7 @@ COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "
            "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
 WORDS = {"auto": "default supervision", "linear": "state head", "text": "states in the text", "none": "no states",
          "listperm": "swaps in a list"}
-STYLES = ["o-", "s--", "^-.", "v:", "D-"]                   # five curves can also be told apart when printed in gray
+STYLES = [("o", "-"), ("s", "--"), ("^", "-."), ("v", ":"), ("D", "-")]      # five curves differ also in gray
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -174,11 +172,12 @@ def colour_of(name):
 
 
 def with_looks(curves):
-    """Yield (look, label, curve) for each curve of {label: curve}. A look is the colour of its model and a style."""
+    """Yield (look, label, curve) for each curve of {label: curve}. A look is the colour, the marker and the line style,
+    as arguments of `plot`."""
     if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves are too many: choose 1 to 5 with --models")
-    for style, (name, curve) in zip(STYLES, curves.items()):
-        yield colour_of(name) + style, name, curve
+    for (marker, linestyle), (name, curve) in zip(STYLES, curves.items()):
+        yield {"color": colour_of(name), "marker": marker, "linestyle": linestyle}, name, curve
 
 
 def lines(axes, curves):
@@ -188,12 +187,11 @@ def lines(axes, curves):
     for look, name, seeds in with_looks(curves):
         at = defaultdict(list)
         for points in seeds.values():
-            axes.plot(*zip(*sorted(points)), color=colour_of(name), linestyle=look.removeprefix(colour_of(name))[1:],
-                      linewidth=0.8, alpha=0.5)
+            axes.plot(*zip(*sorted(points)), **{**look, "marker": ""}, linewidth=0.8, alpha=0.5)
             for x, y in points:
                 at[x].append(y)
         name += f", run up to {max(at)}" if max(at) < last else ""
-        axes.plot(sorted(at), [np.median(at[x]) for x in sorted(at)], look, linewidth=2.5, label=name)
+        axes.plot(sorted(at), [np.median(at[x]) for x in sorted(at)], **look, linewidth=2.5, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
 
@@ -231,7 +229,7 @@ def curve(args):
             # how many stages were passed before each test
             passed = np.searchsorted([row["samples"] for row in result["passed"]], samples)
             below = [list(bands).index(result["stages"][number]) for number in passed]
-            axes.plot(samples, np.add(below, accuracy), look, label=name)
+            axes.plot(samples, np.add(below, accuracy), **look, label=name)
             name = None                                     # one label for all seeds
     axes.set_yticks(range(len(bands) + 1), [""] * (len(bands) + 1))
     axes.set_yticks(np.arange(len(bands)) + 0.5, bands, minor=True)
@@ -373,10 +371,10 @@ def variables(args):
         traces = result["passed"][-1]["samples"] if done else result["samples"]
         dots[name].append((result["config"]["n_vars"], traces, done))
     for look, name, runs in with_looks(dots):
-        mark = look.rstrip("-.:")                           # the marker alone: "s--" becomes "s"
-        axes.plot([], [], mark, label=name)                 # for the legend
+        look["linestyle"] = ""
+        axes.plot([], [], **look, label=name)               # for the legend
         for n, traces, done in runs:
-            axes.plot(n, traces, mark, fillstyle="full" if done else "none")
+            axes.plot(n, traces, **look, fillstyle="full" if done else "none")
     first = next(iter(dots.values()))
     x = sorted({n for n, *_ in first})
     start = np.median([traces for n, traces, _ in first if n == x[0]])
@@ -387,27 +385,6 @@ def variables(args):
     axes.set_yscale("log")
     axes.set_ylim(top=2 * max(traces for runs in dots.values() for _, traces, _ in runs))
     finish(axes, "n, the number of variables", "traces until the last stage is passed", "What more variables cost")
-    return with_legend(figure)
-
-
-def filters(args):
-    """Left, P1 Fig. 9: the mass of a linear filter after prints of probability 1/2 each, in four dtypes. Right, P1
-    Fig. 10: the probability that variable 3 holds 3, in the marginal recurrence and after Sinkhorn's normalization. The
-    exact probability is 1."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for dtype, look in zip([torch.float16, torch.bfloat16, torch.float32, torch.float64], STYLES):
-        states = pfsa.linear_filter(pfsa.figure_9(), [[0, 1] * 1100], dtype)
-        mass = states[0, ::2].double().sum(1)               # at the start and after each print
-        mass = mass[mass > 0]
-        left.loglog(mass, look, markevery=[-1], label=f"{dtype}: 0 after {len(mass)}")
-    left.set_yticks([1, 1e-100, 1e-200, 1e-300])
-    finish(left, "prints of probability 1/2", "mass of the linear filter (exact: 1)", "P1 Figure 9")
-    H = pfsa.marginal_filter(3, [[pfsa.swap(3, 1, 2), pfsa.holds(3, 1, 1)] * 1100])[0, ::2]
-    scaled, ok = pfsa.sinkhorn(H)
-    right.set_xscale("symlog")
-    right.plot(H[:, 2, 2], label="marginal recurrence")
-    right.plot(scaled[ok, 2, 2], "--", label=f"after Sinkhorn, which fails after {ok.sum()}")
-    finish(right, "times: maybe swap 2 and 3, print that 2 holds 2", "P(3 holds 3), exact: 1", "P1 Figure 10")
     return with_legend(figure)
 
 
@@ -590,7 +567,7 @@ def movie(args, lines=40):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladder, samples, variables, nats, filters]}
+COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladder, samples, variables, nats]}
 FIGURES = {  # those of README.md and assets/RESULTS.md, and what they are drawn from
     "headline": {"entry": "length"},
     "ladder": {"entry": "ladder", "by": "n_householder,n_layer"},
@@ -599,7 +576,6 @@ FIGURES = {  # those of README.md and assets/RESULTS.md, and what they are drawn
     "samples": {"entry": "forms", "by": "states"},
     "horizon": {"entry": "horizon", "by": "gates,cooldown"},
     "heads": {"entry": "heads"},
-    "filters": {},
     "movie": {"paths": ["assets/deltanet-repl.pt", "assets/deltanet-repl-beta-1.pt"]},
 }
 

@@ -150,7 +150,7 @@ class Clock(data.Task):
 
 
 KINDS = [(Repl, {"n_vars": 9, "moves": "swap"}, "9x4"), (Repl, {}, "8x2"), (Parity, {}, "9"),
-         (ListPerm, {"n_vars": 4}, "6:2"), (Arith, {"digits": 3}, "12:3"), (Clock, {}, "6"),
+         (ListPerm, {"n_vars": 4}, "6:2"), (Arith, {"digits": 3}, "40:3"), (Clock, {}, "6"),
          (data.Trace, {}, "8:4")]
 SLOTS = {Repl: lambda task, memory: [memory.get(name, 0) - 1 for name in task.names],
          Parity: lambda task, memory: [memory["p"]], Clock: lambda task, memory: [memory["c"]],
@@ -377,7 +377,7 @@ def test_stage_with_a_range_has_all_its_lengths_equally_often():
     *((Group, stage) for stage in ("8x2", "8:1", "8:x")),
     (lambda: Repl(2, "swap"), "2x2"),                            # none of its few programs is for test
     (lambda: type("Own", (Clock,), {})(), "8x2:3"),              # a task without kinds of stages
-    (Arith, "13"), (lambda: Repl(1), "8"), (lambda: Repl(10), "8"), (lambda: ListPerm(10), "8"),
+    (lambda: Repl(1), "8"), (lambda: Repl(10), "8"), (lambda: ListPerm(10), "8"),
     (lambda: Arith(0), "4"), (lambda: Arith(states="linear"), "4"), (lambda: Group(states="text"), "4")])
 def test_tasks_refuse_bad_stages_and_settings_in_one_line(task, stage):
     with pytest.raises(ValueError) as caught:

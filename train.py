@@ -12,10 +12,8 @@ loss of the state head (P2 section 4). An *answer* is a printed value, which P1 
 extra output that predicts, at the end of each line, what all variables hold.
 
 Curriculum: a list of stages. The traces of a stage LxS have L commands, with a print after every S-th (P1 section 4). A
-stage is passed when the accuracy of the last ten batches reaches --advance, or after --stage-samples traces.
-
-Learning rate: a linear warmup, then constant, then half a cosine down to 0, over the last `cooldown` traces. The decay
-starts when the last stage is passed, and the run finishes with it.
+stage is passed when the accuracy of the last ten batches reaches --advance, or after --stage-samples traces. When the
+last one is passed, the learning rate decays over --cooldown traces, and the run finishes.
 
 The settings of a run name its folder, which holds ckpt.pt and, in the end, result.json. To resume a run that was
 stopped, repeat its command: a batch depends only on the seed, the stage and the batch's number, so the result is the
@@ -142,7 +140,7 @@ def check(cfg):
         if value not in f.metadata.get("values", [value]):
             raise BadInput(f"{flag}: choose from {', '.join(f.metadata['values'])}")
         if f.type is not str:
-            low, high = f.metadata.get("range", (min(f.default, 1 if f.type is int else 0), None))
+            low, high = f.metadata.get("range", (1 if f.type is int and f.default else 0, None))
             if not low <= value <= (high or 2 ** 63 - 1):
                 raise BadInput(f"{flag}: must be >= {low}" + (f" and <= {high}" if high else ""))
     mixers = cfg.model.split("+")
@@ -335,15 +333,6 @@ def earlier(folder, cfg, source):
     return result, saved
 
 
-def show_again(folder, result, source):
-    """Print the results of a run that has finished before."""
-    print(f"{folder} finished after {result['samples']:,} traces. Remove it to train again, or use --eval")
-    for row in result["eval"]:
-        show(row)
-    if result.get("code") != source["code"]:
-        print("note    the code or the trace file has changed since this run: these are its old results")
-
-
 def announce(folder, task, stages, model, source, progress):
     """Print what is about to be trained, and on what."""
     cfg, head_dim = model.cfg, model.cfg.d_model // model.cfg.n_head
@@ -389,7 +378,11 @@ def run(cfg):
     folder, source, given = folder_of(cfg), origin(cfg), asdict(cfg)
     result, saved = earlier(folder, cfg, source)
     if result:
-        show_again(folder, result, source)
+        print(f"{folder} finished after {result['samples']:,} traces. Remove it to train again, or use --eval")
+        for row in result["eval"]:
+            show(row)
+        if result.get("code") != source["code"]:
+            print("note    the code or the trace file has changed since this run: these are its old results")
         return 0
     task, stages, tests, model = build(cfg, saved["pieces"] if saved else None)
     cfg, optimizers = model.cfg, make_optimizers(model)
@@ -406,8 +399,9 @@ def run(cfg):
     with tqdm(initial=progress.samples, unit=" traces", disable=None) as bar:
         while progress.samples < progress.end:
             # batch, loss, gradient
-            number = min(len(progress.passed), len(stages) - 1)           # of the stage, from 0
-            batch = task.batch(cfg.seed, "train", stages[number], progress.step, cfg.batch_size)
+            done = len(progress.passed)                                   # stages passed; if all, this is the decay
+            stage, is_last = stages[min(done, len(stages) - 1)], done >= len(stages) - 1
+            batch = task.batch(cfg.seed, "train", stage, progress.step, cfg.batch_size)
             batch, right = to_tensors(batch, cfg.device), []
             model.zero_grad()
             for first in range(cfg.micro_batches):
@@ -436,21 +430,21 @@ def run(cfg):
             mean = sum(progress.recent) / len(progress.recent)
 
             # curriculum
-            passed = len(progress.passed) < len(stages) and is_passed(cfg, progress)      # if equal, this is the decay
+            passed = done < len(stages) and is_passed(cfg, progress)
             if passed:
-                progress.passed.append({"stage": str(stages[number]), "samples": progress.samples,
-                                        "steps": progress.step, "seconds": progress.seconds})
-                if len(progress.passed) < len(stages):
-                    progress.recent = []
-                else:
+                progress.passed.append({"stage": str(stage), "samples": progress.samples, "steps": progress.step,
+                                        "seconds": progress.seconds})
+                if is_last:
                     progress.end = min(progress.end, progress.samples + cfg.cooldown)
+                else:
+                    progress.recent = []
             bar.total = progress.end if progress.samples + cfg.cooldown > progress.end else None      # in the decay
-            bar.set_description_str(f"stage {stages[number]}, {mean:.0%} right", refresh=False)
+            bar.set_description_str(f"stage {stage}, {mean:.0%} right", refresh=False)
             bar.update(cfg.batch_size)
 
             # test, save, log
             if passed or progress.step % cfg.eval_every == 0 or progress.samples >= progress.end:
-                tested = stages[number] if number < len(stages) - 1 else tests[0]
+                tested = tests[0] if is_last else stage                   # the report uses the last of these tests
                 last_test = {tested: evaluate(model, task, tested, cfg)}
                 held_out = last_test[tested]["accuracy"]
                 progress.held_out.append([progress.samples, str(tested), held_out])
@@ -459,7 +453,7 @@ def run(cfg):
                 save(folder / "ckpt.pt", partial(torch.save, checkpoint))
                 summands = " + ".join(f"{name} {term:.3f}" for name, term in terms.items())
                 tqdm.write(f"step {progress.step}: {progress.samples:,} traces, {progress.seconds:.0f} s, stage "
-                           f"{stages[number]}{' passed' * passed}, {mean:.1%} right, held out {held_out:.1%} at "
+                           f"{stage}{' passed' * passed}, {mean:.1%} right, held out {held_out:.1%} at "
                            f"{tested}, loss {loss:.3f} = {summands}")
 
     if progress.samples < progress.end:                   # the loop has stopped early
@@ -535,9 +529,10 @@ def as_read(task, typed):
     `a, b = b, a` or, if commands permute three variables, `a, b, c = b, a, c`. Raises BadInput if there is none."""
     with contextlib.suppress(Exception):                  # whatever fails here, no line of repl has this effect
         if printed := re.fullmatch(r"print\((?:'(\w)', *)?(\w)\)", typed):
-            assert printed[1] in (None, printed[2]) and printed[2] in task.names
-            return f"print('{printed[2]}', {printed[2]})"
-        assert re.fullmatch(r"[\w, ()]+=[\w, ()]+", typed)        # one assignment, and no way to call anything
+            if printed[1] in (None, printed[2]) and printed[2] in task.names:
+                return f"print('{printed[2]}', {printed[2]})"
+        if not re.fullmatch(r"[\w, ()]+=[\w, ()]+", typed):      # else it is one assignment, and cannot call anything
+            raise SyntaxError
         memory = dict(zip(task.names, range(1, 10)))      # each variable holds another number
         exec(typed, {"__builtins__": {}}, memory)
         takes = {name: task.names[memory[name] - 1] for name in task.names}
