@@ -399,8 +399,8 @@ def run(cfg):
     with tqdm(initial=progress.samples, unit=" traces", disable=None) as bar:
         while progress.samples < progress.end:
             # batch, loss, gradient
-            done = len(progress.passed)                                   # stages passed; if all, this is the decay
-            stage, is_last = stages[min(done, len(stages) - 1)], done >= len(stages) - 1
+            done = len(progress.passed)
+            stage = stages[min(done, len(stages) - 1)]                    # if all are passed, the rate decays in the last
             batch = task.batch(cfg.seed, "train", stage, progress.step, cfg.batch_size)
             batch, right = to_tensors(batch, cfg.device), []
             model.zero_grad()
@@ -434,27 +434,25 @@ def run(cfg):
             if passed:
                 progress.passed.append({"stage": str(stage), "samples": progress.samples, "steps": progress.step,
                                         "seconds": progress.seconds})
-                if is_last:
+                progress.recent = []
+                if done == len(stages) - 1:
                     progress.end = min(progress.end, progress.samples + cfg.cooldown)
-                else:
-                    progress.recent = []
             bar.total = progress.end if progress.samples + cfg.cooldown > progress.end else None      # in the decay
             bar.set_description_str(f"stage {stage}, {mean:.0%} right", refresh=False)
             bar.update(cfg.batch_size)
 
             # test, save, log
             if passed or progress.step % cfg.eval_every == 0 or progress.samples >= progress.end:
-                tested = tests[0] if is_last else stage                   # the report uses the last of these tests
-                last_test = {tested: evaluate(model, task, tested, cfg)}
-                held_out = last_test[tested]["accuracy"]
-                progress.held_out.append([progress.samples, str(tested), held_out])
+                last_test = {stage: evaluate(model, task, stage, cfg)}
+                held_out = last_test[stage]["accuracy"]
+                progress.held_out.append([progress.samples, str(stage), held_out])
                 checkpoint = {"config": given, **source, "progress": asdict(progress), "model": model.state_dict(),
                               "pieces": task.tokenizer.pieces, "optimizers": [x.state_dict() for x in optimizers]}
                 save(folder / "ckpt.pt", partial(torch.save, checkpoint))
                 summands = " + ".join(f"{name} {term:.3f}" for name, term in terms.items())
                 tqdm.write(f"step {progress.step}: {progress.samples:,} traces, {progress.seconds:.0f} s, stage "
-                           f"{stage}{' passed' * passed}, {mean:.1%} right, held out {held_out:.1%} at "
-                           f"{tested}, loss {loss:.3f} = {summands}")
+                           f"{stage}{' passed' * passed}, {mean:.1%} right, held out {held_out:.1%}, "
+                           f"loss {loss:.3f} = {summands}")
 
     if progress.samples < progress.end:                   # the loop has stopped early
         print(f"train.py: the loss or its gradient was not finite after step {progress.step}: try --learning-rate "
