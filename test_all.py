@@ -777,7 +777,7 @@ HOSTILE = {                                           # and why it has no trace,
     "        except OSError: pass\n    os._exit(0)": SPOILT,
     "def f():\n    raise type('Odd\\n\\x1b[31m', (Exception,), {})()": "calling the function raises Odd  [31m",
     "import os\ndef f():\n    os.kill(os.getpid(), 15)": SPOILT,
-    "import sys\ndef f():\n    print('y' * 2**16, file=sys.stderr)\n    return 1": "",
+    "import os\ndef f():\n    os.write(2, b'y' * 2**16)\n    return 1": "",
 }
 
 
