@@ -2144,12 +2144,12 @@ def in_report(patch):
     patch.setattr(train, "report", lambda *_: interrupt())
 
 
-LONG = ["--advance", 1, "--max-samples", 800, "--eval-every", 25]         # 100 steps
-TWO = [*LONG, "--stage-samples", 400, "--curriculum", "4x1 8x2"]
-FOUR = [*LONG, "--stage-samples", 160, "--curriculum", "3x1 4x1 8x2 8x4", "--cooldown", 240, "--dtype", "bf16"]
+LONG = ["--advance", 1, "--max-samples", 400, "--eval-every", 10]         # 50 steps
+TWO = [*LONG, "--stage-samples", 200, "--curriculum", "4x1 8x2"]
+FOUR = [*LONG, "--stage-samples", 80, "--curriculum", "3x1 4x1 8x2 8x4", "--cooldown", 120, "--dtype", "bf16"]
 STOPS = [([], in_step(1), 0), ([], in_step(9), 5), ([], in_step(12), 10), ([], in_save(1), 0), ([], in_save(2), 5),
-         ([], in_save(3), 10), ([], in_report, 12), (["--cooldown", 0], in_step(6), 5), (TWO, in_step(57), 50),
-         (TWO, in_save(3), 50), (FOUR, in_step(64), 60)]
+         ([], in_save(3), 10), ([], in_report, 12), (["--cooldown", 0], in_step(6), 5), (TWO, in_step(29), 25),
+         (TWO, in_save(3), 20), (FOUR, in_step(34), 30)]
 
 
 @pytest.mark.parametrize("flags, stop, step", STOPS)
