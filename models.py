@@ -556,9 +556,10 @@ class ContrastiveHead(nn.Module):
     such lines share one candidate state; from state to line, each is a candidate of its own, and the others count as
     wrong. The head has no parameters."""
     temperature = 0.07
+    factor = 0.1                                                        # of this loss in the sum (P2 section 4.2)
 
     def loss(self, lm, hidden, batch):
-        """The mean of both directions, line to state and state to line."""
+        """The mean of both directions, line to state and state to line, times `factor`."""
         trace, place, text = stated_lines(batch)
         text, number = text.unique(dim=0, return_inverse=True)          # (U, W), (N,)
         read, _ = lm(text)
@@ -572,7 +573,7 @@ class ContrastiveHead(nn.Module):
         line_to_state = F.cross_entropy(logits.where(occurs, -math.inf), number)
         to_lines = logits.T[number].where(same, -math.inf)              # (N, N), from a line's state to lines
         state_to_line = (to_lines.logsumexp(1) - to_lines.diagonal()).mean()
-        return (line_to_state + state_to_line) / 2
+        return self.factor * (line_to_state + state_to_line) / 2
 
 
 # ----------------------------------------------------------------------------------------------------------

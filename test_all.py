@@ -1749,7 +1749,7 @@ def test_contrastive_head_finds_states_and_lines(kind, L):
             to_state = alike(line, row) / sum(alike(line, list(state)) for state in states)
             to_line = alike(line, row) / sum(alike(other, row) for other in same)
             nats.append(-(to_state.log() + to_line.log()).item() / 2)
-        assert lm.to_state.loss(lm, told, batch).item() == pytest.approx(np.mean(nats), rel=1e-4)
+        assert lm.to_state.loss(lm, told, batch).item() == pytest.approx(0.1 * np.mean(nats), rel=1e-4)
 
 
 # The DeltaNet whose weights are written by hand, against the memory of the Python that executed the trace
