@@ -211,11 +211,11 @@ def right_answers(task, batch, right):
 
 def losses(task, model, batch):
     """-> {"next", "reveal", "state"}, the mean cross-entropies in nats of all next tokens, of the answers and of the
-    state head, if any; and the result of `right_answers`. Masks are factors: an index by a mask waits for the GPU."""
+    state head, if any; and the result of `right_answers`."""
     hidden, _ = model(batch.tokens)
     logits = model.head(hidden).float()                               # (B, T, vocabulary)
     nats = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none", ignore_index=PAD)
-    nats = nats.view_as(batch.target)
+    nats = nats.view_as(batch.target)                                 # below, nats[batch.asked] would wait for the GPU
     terms = {"next": nats.sum() / (batch.target != PAD).sum(), "reveal": (nats * batch.asked).sum() / batch.asked.sum()}
     if task.states in ("linear", "transformer", "contrastive"):
         terms["state"] = model.to_state.loss(model, hidden, batch)
