@@ -38,8 +38,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")                                       # write files, open no window
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -50,8 +48,8 @@ from kernels import delta_rule
 from models import DeltaNet
 from train import NOT_IN_FOLDER_NAME, Config, beliefs, evaluate, load
 
-plt.rcParams.update({"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150,
-                     "axes.grid": True, "grid.alpha": 0.3})
+STYLE = {"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150, "axes.grid": True,
+         "grid.alpha": 0.3, "text.usetex": False}
 MAY_DIFFER = {"seed", *NOT_IN_FOLDER_NAME}                  # settings in which the runs of one curve may differ
 COLOURS = {"deltanet": "C0", "transformer": "C1", "lstm": "C2", "m2rnn": "C3", "deltaproduct": "C4", "ssm": "C5",
            "gru": "C6", "linear_attention": "C7", "gated_deltanet": "C9", "by_hand": "k"}      # in all figures
@@ -75,10 +73,10 @@ def read_lines(path, entry=None):
     return rows
 
 
-def load_runs(args, key="eval", needs="result", fits=lambda row: True):
-    """-> [(label, result), ...] of the finished runs that the command line names. result[key] keeps the rows for
-    which fits(row) holds. Runs without such a row and paths that are not runs go to args.left_out, which `main`
-    prints; `needs` describes the missing row."""
+def load_runs(args, key="eval", needs="result", fits=lambda row: True, task=None):
+    """-> [(label, result), ...] of the finished runs that the command line names, if `task` is given of this task.
+    result[key] keeps the rows for which fits(row) holds. Runs without such a row and paths that are not runs go to
+    args.left_out, which `main` prints; `needs` describes the missing row."""
     runs, labelled = [], []
     for path in map(Path, args.paths):
         if path.suffix in (".json", ".jsonl") and not path.is_dir():
@@ -86,8 +84,11 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True):
         elif (path / "result.json").exists():
             place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))        # a label names all seeds
             runs += [{**row, "place": place} for row in read_lines(path / "result.json")]
-        else:
+        elif path.suffix not in (".png", ".svg", ".pdf", ".gif"):           # `out/*` names pictures, too
             args.left_out.append(f"{path} is " + ("not finished" if (path / "ckpt.pt").exists() else "not a run"))
+    args.left_out += [f"a run of {run['model']} is of the task {run['task']}" for run in runs
+                      if task not in (None, run["task"])]
+    runs = [run for run in runs if task in (None, run["task"])]
     if args.models:
         runs = [result for result in runs if result["model"] in args.models.split(",")]
     for result in runs:       # lines of a table omit the settings that have their default value
@@ -146,10 +147,10 @@ def with_seeds(name, results):
     return f"{name}, {len(results)} seed{'s' if len(results) > 1 else ''}"
 
 
-def evaluations(args, needs="evaluation", fits=lambda stage: True):
+def evaluations(args, task, needs="evaluation", fits=lambda stage: True):
     """-> [(label, result, stage, row), ...]: the evaluations of each run at stages for which fits(stage) holds."""
     rows = []
-    runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]))
+    runs = load_runs(args, "eval", needs, lambda row: fits(parse_stages(row["stage"])[0]), task)
     for name, results in seeds_of(runs).items():
         name = with_seeds(name, results)
         for result in results:
@@ -214,13 +215,20 @@ def with_legend(figure):
     return figure
 
 
+def has_passed_all(result):
+    """Whether a run has passed its last stage. A curriculum may name a stage twice."""
+    names = [row["stage"] for row in result["passed"]]
+    return result["reached"] in names and len(names) >= len(result["config"]["curriculum"].split())
+
+
 def curve(args):
     """Held-out accuracy during training, a line for each run. Each stage has a horizontal band of its own, in which
     accuracy goes from 0 to 100 %."""
     figure, axes = plt.subplots()
     runs, bands = load_runs(args, "held_out", "evaluation during training (see --eval-every)"), {}
     for _, result in sorted(runs, key=lambda run: -len(run[1]["passed"])):     # most stages first, in their order
-        result["stages"] = [row["stage"] for row in result["passed"]] + [result["reached"]]
+        stages = [row["stage"] for row in result["passed"]] + [result["reached"]] * (not has_passed_all(result))
+        result["stages"] = [stage + ", again" * stages[:i].count(stage) for i, stage in enumerate(stages)]
         bands |= dict.fromkeys(result["stages"])
     for look, name, results in with_looks(seeds_of(runs)):
         name = with_seeds(name, results)
@@ -228,7 +236,7 @@ def curve(args):
             samples, _, accuracy = zip(*result["held_out"])
             # how many stages were passed before each test
             passed = np.searchsorted([row["samples"] for row in result["passed"]], samples)
-            below = [list(bands).index(result["stages"][number]) for number in passed]
+            below = [list(bands).index([*result["stages"], result["stages"][-1]][number]) for number in passed]
             axes.plot(samples, np.add(below, accuracy), **look, label=name)
             name = None                                     # one label for all seeds
     axes.set_yticks(range(len(bands) + 1), [""] * (len(bands) + 1))
@@ -240,7 +248,8 @@ def curve(args):
 def by_commands(axes, args, title):
     """Accuracy over the commands before a trace's only print: of the evaluated stages, those LxL."""
     curves = defaultdict(lambda: defaultdict(list))
-    rows = evaluations(args, "evaluation at stage LxL", lambda stage: stage.length == stage.spacing and not stage.kind)
+    rows = evaluations(args, "repl", "evaluation at stage LxL",
+                       lambda stage: stage.length == stage.spacing and not stage.kind)
     for name, result, stage, row in rows:
         curves[name][result["seed"]].append((stage.length, row["accuracy"]))
     lines(axes, curves)
@@ -274,7 +283,7 @@ def can_hold(result, group):
 def ladder(args):
     """Word problems: a row for each model, a column for each group. A cell shows the median accuracy at the first
     tested stage, normally the trained one."""
-    cells = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args))
+    cells = seeds_of(((name, result["config"]["group"]), result) for name, result in load_runs(args, task="group"))
     models = {name: runs[0] for (name, _), runs in cells.items()}
     chances = {group: runs[0]["chance"] for (_, group), runs in cells.items()}
     names, groups = list(models), [group for group in GROUPS if group in chances]
@@ -309,7 +318,7 @@ def nats(args):
     figure.suptitle("How far are trained models from the exact belief? Thin: seeds; thick: their median", fontsize=11)
     titles = {"": "Prints as in training", "forced": "A possible swap that never happens"}
     for axes, (kind, title) in zip(panels, titles.items()):
-        rows = evaluations(args, f"evaluation at stage LxS:{kind}".strip(":"), lambda stage: stage.kind == kind)
+        rows = evaluations(args, "pfsa", f"evaluation at stage LxS:{kind}".strip(":"), lambda stage: stage.kind == kind)
         curves, uniform = defaultdict(lambda: defaultdict(list)), []
         for name, result, stage, row in rows:
             curves[name][result["seed"]].append((stage.length, row["kl"]))
@@ -366,8 +375,8 @@ def variables(args):
     the smallest n, at the median of the runs with the first label. Runs of a label may differ in any setting."""
     figure, axes = plt.subplots(figsize=(6, 4))
     dots = defaultdict(list)                                # {label: [(n, traces, whether it passed), ...]}
-    for name, result in load_runs(args):
-        done = result["trained"] in [row["stage"] for row in result["passed"]]
+    for name, result in load_runs(args, task="repl"):
+        done = has_passed_all(result)
         traces = result["passed"][-1]["samples"] if done else result["samples"]
         dots[name].append((result["config"]["n_vars"], traces, done))
     for look, name, runs in with_looks(dots):
@@ -490,7 +499,7 @@ def heads(args):
     else:
         measured = measure_heads(args)
         Path(args.save).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.save).with_suffix(".jsonl").write_text(json.dumps(measured) + "\n")
+        Path(f"{args.save}.jsonl").write_text(json.dumps(measured) + "\n")
     by_head = measured["heads"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
     most = min(by_head, key=lambda name: by_head[name]["accuracy"][-1])
@@ -605,13 +614,14 @@ def main(argv=None):
     args.save = args.save or f"out/{args.command}.{'gif' if args.command == 'movie' else 'png'}"
     args.left_out = []
     try:
-        figure = COMMANDS[args.command](args)
-        for what in dict.fromkeys(args.left_out):
-            print(f"plot.py: {what}, so it is left out", file=sys.stderr)
-        if figure:
-            Path(args.save).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(args.save)
-            print(f"saved {args.save}")
+        with plt.rc_context(STYLE):
+            figure = COMMANDS[args.command](args)
+            for what in dict.fromkeys(args.left_out):
+                print(f"plot.py: {what}, so it is left out", file=sys.stderr)
+            if figure:
+                Path(args.save).parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(args.save)
+                print(f"saved {args.save}")
     except KeyError as error:
         parser.error(f"{args.command}: these results have no {error}, which the figure needs")
     except (ValueError, OSError) as error:
@@ -619,4 +629,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    matplotlib.use("Agg")                                   # write files, open no window
     main()

@@ -2193,7 +2193,7 @@ def other_default(folder, monkeypatch):
 LATER = [  # was it stopped?
     (False, None, [], "finished after 96 traces. Remove it to train again"),
     (False, None, ["--eval-at", "8x2", "--eval-samples", 4], "eval    4x2: "),              # tested as it was then
-    (False, edited, [], "the code or the trace file has changed since this run: these are its old"),
+    (False, edited, [], "the code or the trace file has changed since this run, so these are its old"),
     (False, grown, [], "finished after 96 traces"),
     (False, other_default, [], "holds a run with other settings"),
     (True, edited, [], "was started with other code or another trace file"),
@@ -2225,6 +2225,46 @@ def test_origin_depends_on_the_code_and_on_the_file_of_traces(tmp_path, monkeypa
     codes += [train.origin(Config(trace_file="traces.jsonl"))["code"]]
     monkeypatch.setattr(train, "CODE", train.CODE + b" ")
     assert len({*codes, train.origin(Config())["code"]}) == 4
+
+
+def test_origin_names_no_commit_of_a_repository_that_the_file_is_not_in(tmp_path):
+    """Unpacked inside a folder of another repository, which GIT_DIR names, too."""
+    shutil.copytree(HERE, tmp_path / "fork", ignore=lambda folder, names: {x for x in names if not x.endswith(".py")})
+    here = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "b"}
+    for words in ("init -q", "commit -q --allow-empty -m x"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, env=os.environ | here, check=True)
+    say = ["-c", "import train; print([train.COMMIT])"]
+    outside = os.environ | {"GIT_DIR": str(tmp_path / ".git")}
+    assert command(*say, cwd=tmp_path / "fork").stdout == "['']\n"
+    assert command(*say, cwd=HERE, env=outside).stdout == f"{[train.COMMIT]}\n"
+
+
+def test_save_tries_twice_and_run_removes_what_a_killed_process_left(tmp_path, monkeypatch):
+    """os.replace fails once, as if a virus scanner held the file."""
+    honest, numbers = os.replace, itertools.count(1)
+
+    def replace(*paths):
+        if next(numbers) == 1:
+            raise PermissionError
+        honest(*paths)
+    monkeypatch.setattr(os, "replace", replace)
+    with monkeypatch.context() as patch:
+        at_call(patch, 9, interrupt)
+        assert go(tmp_path) == 130
+    (only(tmp_path) / "12345678.tmp").write_text("half a checkpoint")
+    assert go(tmp_path) == 0 and next(numbers) > 4
+    assert {path.name for path in only(tmp_path).iterdir()} == {"ckpt.pt", "result.json"}
+
+
+def test_run_refuses_a_damaged_result_and_numbers_that_a_checkpoint_cannot_hold(tmp_path, capsys):
+    assert go(tmp_path) == 0
+    (only(tmp_path) / "result.json").write_text("")
+    assert "result.json is damaged: remove it" in refused(capsys, *TINY, "--out", tmp_path)
+    (only(tmp_path) / "result.json").unlink()
+    assert go(tmp_path) == 0 and result_of(only(tmp_path))["samples"] == 96
+    for cfg in Config(learning_rate=np.float64(0.1)), Config(seed=np.int64(1)), Config(out=Path("x")):
+        with pytest.raises(data.BadInput, match="give a plain (float|int|str), not (float64|int64|PosixPath)"):
+            train.run(cfg)
 
 
 def test_run_in_two_processes_and_one_folder_computes_the_same_bits(tmp_path):
@@ -2331,6 +2371,14 @@ def test_train_py_makes_a_grid_of_comma_lists_and_resumes_it_where_it_was_stoppe
     *_, hint = capsys.readouterr().out.splitlines()
     command, *folders = hint.removeprefix("next    python plot.py ").split()
     assert command == "curve" and sorted(map(Path, folders)) == sorted(tmp_path.iterdir())
+
+
+def test_train_py_trains_the_other_cells_of_a_grid_if_one_fails(tmp_path, capsys):
+    assert go(tmp_path, "--seed", 1) == 0
+    other_default(only(tmp_path), None)
+    assert go(tmp_path, "--seed", "0,1,2") == 1
+    assert len([*tmp_path.glob("*/result.json")]) == 3
+    assert re.search(r"1 of 3 runs failed:\n.*seed=1: .* holds a run with other settings", capsys.readouterr().err)
 
 
 def test_run_that_is_short_has_a_shorter_decay_and_says_so_without_a_warning(tmp_path, capsys):
@@ -2853,6 +2901,25 @@ def in_folders(**results):
     return args
 
 
+def test_curve_and_variables_tell_a_stage_that_comes_twice(tmp_path):
+    once = [{"stage": "64x8", "samples": 50}]
+    twice = [*once, {"stage": "64x8", "samples": 90}]
+    tests = [[40, "64x8", 0.5], [80, "64x8", 0.6], [120, "64x8", 0.7]]
+    runs = [result(seed=seed, passed=passed, held_out=tests, curriculum="64x8 64x8")
+            for seed, passed in enumerate((once, twice))]
+    axes = plot.curve(of(*runs)).axes[0]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.5, 1.6, 1.7]] * 2
+    assert [label.get_text() for label in axes.get_yticklabels(minor=True)] == ["64x8", "64x8, again"]
+    marks = [line.get_fillstyle() for line in plot.variables(of(*runs)).axes[0].lines if line.get_marker() == "o"]
+    assert marks == ["full", "none", "full"]                              # the first is the legend's
+
+
+def test_plot_import_and_main_leave_matplotlib_as_it_was(tmp_path):
+    before = dict(plot.plt.rcParams)
+    plot.main(["ladder", of(on("S3", 1, 1)).paths[0], "--save", str(tmp_path / "x.png")])
+    assert dict(plot.plt.rcParams) == before and not before["axes.grid"]
+
+
 def test_label_tells_twins_apart_by_their_folder_and_joins_the_seeds_of_one_folder():
     seeds = [result([row("64x8", 0.5 + seed / 4)], seed=seed) for seed in (0, 1, 0)]
     args = in_folders(first=seeds[0], changed=seeds[2], gru=result(model="gru"))
@@ -2861,11 +2928,11 @@ def test_label_tells_twins_apart_by_their_folder_and_joins_the_seeds_of_one_fold
     Path("out/x-seed=1").mkdir()
     Path("out/x-seed=1/result.json").write_text(json.dumps(seeds[1]))
     args.paths += ["out/x-seed=1"]
-    assert {name for name, *_ in plot.evaluations(args)} == {
+    assert {name for name, *_ in plot.evaluations(args, "repl")} == {
         "deltanet, out/x, 2 seeds", "deltanet, out/changed, 1 seed", "gru, 1 seed"}
     args.paths += ["out/changed"]
     with pytest.raises(ValueError, match="two runs have the seed 0"):
-        plot.evaluations(args)
+        plot.evaluations(args, "repl")
 
 
 def test_plot_py_names_what_it_leaves_out(capsys):
@@ -2878,7 +2945,6 @@ def test_plot_py_names_what_it_leaves_out(capsys):
     assert out == "saved out/horizon.png\n" and err.splitlines() == [
         "plot.py: out/stopped is not finished, so it is left out",
         "plot.py: out/of_folders is not a run, so it is left out",
-        "plot.py: out/picture.png is not a run, so it is left out",
         "plot.py: deltanet, seed 0, has no evaluation at stage LxL, so it is left out"]
     with pytest.raises(ValueError, match="5 with --models"):
         plot.curve(of(*(result(model=model, held_out=[[8, "64x8", 1]]) for model in list(models.MIXERS)[:6])))
@@ -2975,7 +3041,7 @@ def test_heads_finds_the_one_head_that_tracks_and_leaves_it_as_it_was(monkeypatc
     figure = plot.heads(of(path="a run", at="32x4"))
     assert all(torch.equal(p, before[name]) for name, p in lm.state_dict().items())
     assert torch.equal(mixer.beta(x), beta)
-    heads = json.loads(Path("out.jsonl").read_text())["heads"]
+    heads = json.loads(Path("out.png.jsonl").read_text())["heads"]       # out.jsonl may be somebody's
     idle, tracks = (heads[name]["accuracy"] for name in ("1.1", "1.2"))
     assert len(idle) == len(tracks) == 6
     assert set(idle) == {1} and tracks[0] == 1 > tracks[3] > tracks[5] + 0.05
@@ -3116,7 +3182,8 @@ REFUSALS = {
     "plot.py samples nowhere.jsonl": "No such file",
     "plot.py samples picture.jsonl": "is not a file of JSON lines: give folders",
     "plot.py samples table.jsonl --entry told": "no lines of the entry told",
-    "plot.py nats table.jsonl": "no 'kl'",
+    "plot.py nats table.jsonl": "a run of deltanet is of the task repl",
+    "plot.py ladder table.jsonl": "a run of deltanet is of the task repl",
     "plot.py samples table.jsonl --models rnn": "no runs of rnn",
     "plot.py samples table.jsonl --by learning_rat": "--by learning_rat: give settings of train.py",
     "plot.py headline table.jsonl": "seed 0, has no evaluation at stage LxL",

@@ -24,8 +24,8 @@ Read `run` first, then `losses` and `evaluate`. From Python, start with `load`.
 import argparse
 import contextlib
 import ctypes
+import errno
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -123,7 +123,7 @@ class Config:
 
 
 # Maps each setting to its comment above, for --help.
-HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", inspect.getsource(Config), re.M))
+HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", Path(__file__).read_text("utf-8"), re.M))
 # These settings do not define what is trained. (A device may round differently.)
 NOT_IN_FOLDER_NAME = ["eval_at", "eval_samples", "eval_every", "device", "out"]
 SEGMENT = 2048                     # tokens that `evaluate` reads at once; the state is carried to the next segment
@@ -137,6 +137,8 @@ def check(cfg):
     for f in fields(cfg):
         value = getattr(cfg, f.name)
         flag = f"--{f.name.replace('_', '-')} {value}"
+        if type(value) not in (f.type, int) or f.type is str and value != str(value):
+            raise BadInput(f"{flag}: give a plain {f.type.__name__}, not {type(value).__name__}")
         if value not in f.metadata.get("values", [value]):
             raise BadInput(f"{flag}: choose from {', '.join(f.metadata['values'])}")
         if f.type is not str:
@@ -289,11 +291,13 @@ def folder_of(cfg):
 
 
 # CODE is the source at import: `origin` hashes it and not the files, because an edit during a run does not change what
-# runs. COMMIT is git's commit, with a + if files have changed since, or "" if there is none.
+# runs. COMMIT is git's commit, with a + if files have changed since, or "" if git does not know this file.
 HERE = Path(__file__).resolve().parent
 CODE = b"".join((HERE / f"{name}.py").read_bytes() for name in ["data", "kernels", "models", "pfsa", "train"])
-COMMIT = subprocess.run("git describe --always --exclude='*' --dirty=+", shell=True, cwd=HERE, capture_output=True,
-                        text=True).stdout.strip()
+COMMIT = "".join(subprocess.run(
+    "git ls-files --error-unmatch train.py && git describe --always --exclude='*' --dirty=+", shell=True, cwd=HERE,
+    capture_output=True, text=True, env={name: x for name, x in os.environ.items() if not name.startswith("GIT_")},
+).stdout.split()[1:])
 
 
 def origin(cfg):
@@ -307,23 +311,30 @@ def origin(cfg):
 
 
 def save(path, write):
-    """Call write(part), then rename part to path, so path never holds half a file. Raises BadInput if either fails."""
-    part = path.with_name(f"{os.getpid()}.tmp")
-    try:
-        write(part)
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:              # torch.save raises a RuntimeError if the disk is full
-        why = str(error).splitlines()[0]
-        raise BadInput(f"{path} cannot be written ({why}): make room on the disk, or choose another --out")
-    finally:
-        part.unlink(missing_ok=True)
+    """Call write(part), then rename part to path, so path never holds half a file. Raises BadInput if both fail twice."""
+    for is_last in False, True:                           # a virus scanner may hold a file for a moment
+        part = path.with_name(f"{os.urandom(4).hex()}.tmp")
+        try:
+            write(part)
+            os.replace(part, path)
+            return
+        except (OSError, RuntimeError) as error:          # torch.save raises a RuntimeError if the disk is full
+            if is_last:
+                is_full = isinstance(error, RuntimeError) or error.errno == errno.ENOSPC
+                raise BadInput(f"{path} cannot be written ({str(error).splitlines()[0]}): "
+                               f"{'make room on the disk, or ' * is_full}choose another --out")
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def earlier(folder, cfg, source):
     """-> the result that the folder holds, and its checkpoint, each None if there is none. Raises BadInput if they are
     another run's: of other settings or, if it was stopped, of other code."""
     saved = read_checkpoint(folder / "ckpt.pt") if (folder / "ckpt.pt").exists() else None
-    result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
+    try:
+        result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
+    except ValueError:
+        raise BadInput(f"{folder}/result.json is damaged: remove it, and the same command writes it again")
     before = (result or saved or {"config": {}})["config"]
     if any(before.get(name, x) != x for name, x in asdict(cfg).items() if name not in NOT_IN_FOLDER_NAME):
         raise BadInput(f"{folder} holds a run with other settings: choose another --out")
@@ -378,11 +389,12 @@ def run(cfg):
     folder, source, given = folder_of(cfg), origin(cfg), asdict(cfg)
     result, saved = earlier(folder, cfg, source)
     if result:
+        if result.get("code") != source["code"]:
+            print("note    the code or the trace file has changed since this run, so these are its old results; to train "
+                  "the new code, choose another --out")
         print(f"{folder} finished after {result['samples']:,} traces. Remove it to train again, or use --eval")
         for row in result["eval"]:
             show(row)
-        if result.get("code") != source["code"]:
-            print("note    the code or the trace file has changed since this run: these are its old results")
         return 0
     task, stages, tests, model = build(cfg, saved["pieces"] if saved else None)
     cfg, optimizers = model.cfg, make_optimizers(model)
@@ -393,6 +405,8 @@ def run(cfg):
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
     folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob("*.tmp"):                     # of a process that was killed while it saved
+        part.unlink(missing_ok=True)
     announce(folder, task, stages, model, source, progress)
 
     last_test, started = {}, time.perf_counter() - progress.seconds
@@ -637,10 +651,20 @@ def main(argv=None):
         grid = [Config(**cell) for cell in cells]
         for cfg in grid:
             build(cfg)                                    # a bad setting is refused before the first run
-        code = max(map(run, grid))
-        if not code:
+        failed = []
+        for cfg in grid:                                  # if one fails, the others run
+            try:
+                why = run(cfg) and "its loss was not finite"
+            except BadInput as error:
+                if len(grid) == 1:
+                    raise
+                why = str(error)
+            failed += [f"{folder_of(cfg)}: {why}"] if why else []
+        if not failed:
             print(f"next    python plot.py curve {' '.join(str(folder_of(cfg)) for cfg in grid)}")
-        return code
+        elif len(grid) > 1:
+            print(f"train.py: {len(failed)} of {len(grid)} runs failed:", *failed, sep="\n", file=sys.stderr)
+        return int(bool(failed))
     except (BadInput, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
