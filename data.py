@@ -147,7 +147,13 @@ def run(program, memory, prompt="", state_after=None):
     line. state_after(memory, source): returns the state to record after a line. An answer is the last word of a
     printed line, or what follows == in an assert. Raises BadInput for a line that is not a whole statement."""
     lines, printed = [], []
-    memory["__builtins__"] = {**vars(builtins), "print": lambda *x: printed.append(" ".join(map(str, x)))}
+
+    def to_line(*values, sep=" ", end="\n"):
+        if end != "\n":
+            raise BadInput(f"a print must end its line: leave out end={end!r}")
+        printed.append(sep.join(map(str, values)))
+
+    memory["__builtins__"] = {**vars(builtins), "print": to_line}
     for source in program:
         exec(compiled(source), memory)
         state = state_after(memory, source) if state_after else None
@@ -1098,8 +1104,9 @@ class Trace(Task):
             tried = islice(random_rows(rng, stage.length), 10_000)
             row = next((row for row in tried if self.fits(row, stage, split)), None)
         if not row:
-            raise BadInput(f"stage {stage}: no traces of this length are in the {split} split. An eighth of all "
-                           "programs, chosen by a hash, is held out for testing: give more traces, or another stage")
+            lengths = sorted({len(row["states"]) for row in self.rows})
+            raise BadInput(f"stage {stage}: no traces of this length are in the {split} split, and an eighth of all programs "
+                           f"is for testing: give more traces, or another stage. Lengths in the file: {lengths}")
         kept, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in kept]
         for line, state in zip(lines, row["states"]):
@@ -1374,8 +1381,9 @@ def show_samples(args):
         raise BadInput(f"--stage {args.stage}: give a single stage, such as {stage}")
     given = {name: getattr(args, name) for name in task_class.settings if getattr(args, name, None) is not None}
     task = task_class(**given)
-    task.states = "transformer"                           # so that each line has its state, as text
     task.check_stage(stage)
+    task.batch(args.seed, "train", stage, 0, 1)           # checks the slots and the answers
+    task.states = "transformer"                           # so that each line has its state, as text
     rng, chance = random.Random(args.seed), task.chance(stage)
     for number in range(args.samples):
         print(f"sample {number}, chance {chance:.3g}")

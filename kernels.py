@@ -34,6 +34,7 @@ Look at their errors and times:   python kernels.py
 Sources: chunks, Yang et al. 2406.06484; one gate, Yang et al. 2412.06464; a gate per channel of the key, Kimi
 Linear 2510.26692; eigenvalues down to -1, Grazzi et al. 2411.12537. Not here: layers (models.py).
 """
+import argparse
 import functools
 import itertools
 import logging
@@ -705,6 +706,7 @@ def clock(shape, dtype, device, backends):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = pick_backend(device, torch.float32, 64, 64)
     print(f"device {device}; backend {backend}\n\nerrors against the loop in float64, 200 swaps")

@@ -33,6 +33,7 @@ import math
 import random
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +47,7 @@ from matplotlib.animation import PillowWriter
 from data import GROUPS, parse_stages, run
 from kernels import delta_rule
 from models import DeltaNet
-from train import NOT_IN_FOLDER_NAME, Config, beliefs, evaluate, load
+from train import NOT_IN_FOLDER_NAME, TASKS, Config, beliefs, evaluate, load, read_checkpoint
 
 STYLE = {"figure.figsize": (7, 4.5), "figure.constrained_layout.use": True, "savefig.dpi": 150, "axes.grid": True,
          "grid.alpha": 0.3, "text.usetex": False}
@@ -84,8 +85,10 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True, task=None
         elif (path / "result.json").exists():
             place = re.sub(r"-seed=\d+(?!.*/)", "", str(path))        # a label names all seeds
             runs += [{**row, "place": place} for row in read_lines(path / "result.json")]
+        elif (path / "ckpt.pt").exists():
+            runs.append({**so_far(read_checkpoint(path / "ckpt.pt")), "place": str(path)})
         elif path.suffix not in (".png", ".svg", ".pdf", ".gif"):           # `out/*` names pictures, too
-            args.left_out.append(f"{path} is " + ("not finished" if (path / "ckpt.pt").exists() else "not a run"))
+            args.left_out.append(f"{path} is not a run")
     args.left_out += [f"a run of {run['model']} is of the task {run['task']}" for run in runs
                       if task not in (None, run["task"])]
     runs = [run for run in runs if task in (None, run["task"])]
@@ -109,6 +112,14 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True, task=None
         why = args.left_out[0] if args.left_out else f"there are no runs of {args.models or 'any model'} here"
         raise ValueError(f"nothing to draw: {why}")
     return labelled
+
+
+def so_far(saved):
+    """-> the result of a run that has not finished, from its checkpoint."""
+    cfg, progress = saved["config"], saved["progress"]
+    stages = (TASKS[cfg["task"]].curriculum if cfg["curriculum"] == "auto" else cfg["curriculum"]).split()
+    return {**cfg, **progress, "config": cfg, "trained": stages[-1], "eval": [],
+            "reached": stages[min(len(progress["passed"]), len(stages) - 1)]}
 
 
 def label(result, runs, names):
@@ -211,7 +222,8 @@ def with_legend(figure):
     named = {}
     for axes in figure.axes:
         named |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels())}
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2)
+    names = [textwrap.fill(name, 60) for name in named]
+    figure.legend(named.values(), names, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -230,7 +242,10 @@ def curve(args):
         stages = [row["stage"] for row in result["passed"]] + [result["reached"]] * (not has_passed_all(result))
         result["stages"] = [stage + ", again" * stages[:i].count(stage) for i, stage in enumerate(stages)]
         bands |= dict.fromkeys(result["stages"])
-    for look, name, results in with_looks(seeds_of(runs)):
+    curves = seeds_of(runs)
+    for i, (look, name, results) in enumerate(with_looks(curves)):
+        if len(curves) > len({run["model"] for _, run in runs}):             # a model has several curves
+            look["color"] = f"C{i}"
         name = with_seeds(name, results)
         for result in results:
             samples, _, accuracy = zip(*result["held_out"])
@@ -371,8 +386,8 @@ def samples(args):
 
 def variables(args):
     """Traces until the last stage is passed, over the number n of variables: a mark for each run. A hollow mark is
-    a run that used up its traces without passing it. For comparison, lines proportional to n log n, n² and n! start at
-    the smallest n, at the median of the runs with the first label. Runs of a label may differ in any setting."""
+    a run that used up its traces without passing it. For comparison, a line proportional to n! starts at the smallest
+    n, at the median of the runs with the first label. Runs of a label may differ in any setting."""
     figure, axes = plt.subplots(figsize=(6, 4))
     dots = defaultdict(list)                                # {label: [(n, traces, whether it passed), ...]}
     for name, result in load_runs(args, task="repl"):
@@ -387,10 +402,7 @@ def variables(args):
     first = next(iter(dots.values()))
     x = sorted({n for n, *_ in first})
     start = np.median([traces for n, traces, _ in first if n == x[0]])
-    growths = [("k-.", "n log n", lambda n: n * math.log(n)), ("k--", "n²", lambda n: n * n),
-               ("k:", "n!", math.factorial)]
-    for look, name, f in growths:
-        axes.plot(x, [start * f(n) / f(x[0]) for n in x], look, label=f"grows as {name}")
+    axes.plot(x, [start * math.factorial(n) / math.factorial(x[0]) for n in x], "k:", label="grows as n!")
     axes.set_yscale("log")
     axes.set_ylim(top=2 * max(traces for runs in dots.values() for _, traces, _ in runs))
     finish(axes, "n, the number of variables", "traces until the last stage is passed", "What more variables cost")

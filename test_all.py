@@ -2598,8 +2598,7 @@ def test_load_refuses_broken_and_foreign_checkpoints_each_for_its_reason(tmp_pat
               "mixer": {**saved, "config": {**saved["config"], "model": "mine"}},
               "wide": {**saved, "config": {**saved["config"], "d_model": 64}}}
     reasons = {**dict.fromkeys(["cut", "empty", "text"], "is not a checkpoint, or is incomplete"),
-               **dict.fromkeys(["list", "older"], "is not a checkpoint of this train.py"),
-               "later": "was trained with settings that this train.py lacks (colour)",
+               **dict.fromkeys(["list", "older", "later"], "is not a checkpoint of this train.py"),
                "mixer": "mixer.pt: --model mine: choose from", "wide": "its weights do not fit this models.py"}
     for name, content in broken.items():
         path = tmp_path / f"{name}.pt"
@@ -2894,8 +2893,12 @@ def in_folders(**results):
     """Folders of runs, each with this result, or with None, as of a run that was stopped. -> a command line."""
     for folder, found in results.items():
         Path("out", folder).mkdir(parents=True)
-        name = "result.json" if found else "ckpt.pt"
-        Path("out", folder, name).write_text(json.dumps(found))
+        if found:
+            Path("out", folder, "result.json").write_text(json.dumps(found))
+        else:
+            progress = {"samples": 40, "passed": [], "held_out": [[40, "8x1", 0.5]]}
+            torch.save({"config": asdict(Config()), "progress": progress, "code": "", "pieces": [], "model": {},
+                        "optimizers": []}, Path("out", folder, "ckpt.pt"))
     args = of()
     args.paths = [f"out/{name}" for name in results]
     return args
@@ -2943,9 +2946,10 @@ def test_plot_py_names_what_it_leaves_out(capsys):
     plot.main(["horizon", *paths, "out/of_folders", "out/picture.png"])
     out, err = capsys.readouterr()
     assert out == "saved out/horizon.png\n" and err.splitlines() == [
-        "plot.py: out/stopped is not finished, so it is left out",
         "plot.py: out/of_folders is not a run, so it is left out",
-        "plot.py: deltanet, seed 0, has no evaluation at stage LxL, so it is left out"]
+        "plot.py: deltanet, out/stopped, seed 0, has no evaluation at stage LxL, so it is left out",
+        "plot.py: deltanet, out/short, seed 0, has no evaluation at stage LxL, so it is left out"]
+    assert [*shown(plot.curve(in_folders(running=None)).axes[0]).values()] == [[(40, 0.5)]]
     with pytest.raises(ValueError, match="5 with --models"):
         plot.curve(of(*(result(model=model, held_out=[[8, "64x8", 1]]) for model in list(models.MIXERS)[:6])))
 

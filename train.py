@@ -24,7 +24,6 @@ Read `run` first, then `losses` and `evaluate`. From Python, start with `load`.
 import argparse
 import contextlib
 import ctypes
-import errno
 import hashlib
 import itertools
 import json
@@ -311,7 +310,7 @@ def origin(cfg):
 
 
 def save(path, write):
-    """Call write(part), then rename part to path, so path never holds half a file. Raises BadInput if both fail twice."""
+    """Call write(part), then rename part to path, so path never holds half a file. Raises BadInput if that fails."""
     for is_last in False, True:                           # a virus scanner may hold a file for a moment
         part = path.with_name(f"{os.urandom(4).hex()}.tmp")
         try:
@@ -320,9 +319,8 @@ def save(path, write):
             return
         except (OSError, RuntimeError) as error:          # torch.save raises a RuntimeError if the disk is full
             if is_last:
-                is_full = isinstance(error, RuntimeError) or error.errno == errno.ENOSPC
-                raise BadInput(f"{path} cannot be written ({str(error).splitlines()[0]}): "
-                               f"{'make room on the disk, or ' * is_full}choose another --out")
+                raise BadInput(f"{path} cannot be written ({str(error).splitlines()[0]}): choose another --out, or if "
+                               "the disk is full, make room")
         finally:
             part.unlink(missing_ok=True)
 
@@ -410,7 +408,7 @@ def run(cfg):
     announce(folder, task, stages, model, source, progress)
 
     last_test, started = {}, time.perf_counter() - progress.seconds
-    with tqdm(initial=progress.samples, unit=" traces", disable=None) as bar:
+    with tqdm(initial=progress.samples, unit=" traces", disable=sys.stderr is None or None) as bar:
         while progress.samples < progress.end:
             # batch, loss, gradient
             done = len(progress.passed)
@@ -497,12 +495,9 @@ def read_checkpoint(path):
     except Exception:                                     # a broken file can raise anything
         raise BadInput(f"{path} is not a checkpoint, or is incomplete: remove it, or give another")
     needed = {"config", "code", "progress", "pieces", "model", "optimizers"}
-    if not isinstance(saved, dict) or not needed <= saved.keys():
+    if (not isinstance(saved, dict) or not needed <= saved.keys()
+            or not saved["config"].keys() <= {f.name for f in fields(Config)}):
         raise BadInput(f"{path} is not a checkpoint of this train.py: use the version that wrote it, or train again")
-    unknown = saved["config"].keys() - {f.name for f in fields(Config)}
-    if unknown:
-        raise BadInput(f"{path} was trained with settings that this train.py lacks ({', '.join(sorted(unknown))}): "
-                       "use the version that trained it")
     return saved
 
 
