@@ -706,7 +706,6 @@ def clock(shape, dtype, device, backends):
 
 
 def main():
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = pick_backend(device, torch.float32, 64, 64)
     print(f"device {device}; backend {backend}\n\nerrors against the loop in float64, 200 swaps")
@@ -734,4 +733,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

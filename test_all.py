@@ -2648,6 +2648,37 @@ def test_build_refuses_a_mixer_that_sees_the_future_or_loses_its_state(tmp_path,
     assert wrong == ["prophet", "amnesiac", "sly"]
 
 
+class RWKV7(models.LinearAttention):
+    """As in a fork: RWKV-7's step (2503.14456), S <- diag(w) S - (a kappa) (kappa^T S) + k v^T, as a loop. Its state is
+    fp32, also where autocast makes the rest bf16."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.to_w, self.to_a, self.to_kappa = (torch.nn.Linear(cfg.d_model, cfg.d_model) for _ in range(3))
+
+    def scan(self, x, q, k, v, S):
+        B, T, H, K = k.shape
+        w, a, kappa = (to(x).float().view(B, T, H, K) for to in (self.to_w, self.to_a, self.to_kappa))
+        w, a, kappa = torch.exp(-0.6 * torch.sigmoid(w)), torch.sigmoid(a), F.normalize(kappa, dim=-1)
+        S = torch.zeros(B, H, K, K, device=x.device) if S is None else S
+        outputs = []
+        for t in range(T):
+            under_kappa = torch.einsum("bhk,bhkv->bhv", kappa[:, t], S.to(kappa.dtype)).float()
+            S = w[:, t, :, :, None] * S - (a * kappa)[:, t, :, :, None] * under_kappa[:, :, None]
+            S = S + k[:, t, :, :, None].float() * v[:, t, :, None].float()
+            outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t].float(), S))
+        return torch.stack(outputs, 1).to(v.dtype), S
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_build_takes_a_mixer_of_a_fork_whose_state_is_fp32(tmp_path, monkeypatch, dtype):
+    monkeypatch.setitem(models.MIXERS, "rwkv7", RWKV7)
+    assert go(tmp_path, "--model", "rwkv7", "--dtype", dtype, "--max-samples", 24) == 0
+    cfg, task, tests, model = train.load(only(tmp_path))
+    _, [state] = model(train.to_tensors(task.batch(0, "test", tests[0], 0, 2), "cpu").tokens)
+    assert state[1].dtype == torch.float32
+
+
 @pytest.mark.parametrize("model", ALL)
 def test_build_takes_honest_mixers_however_many_layers_amplify_their_rounding(model):
     for seed in (0, 1):
