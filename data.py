@@ -680,8 +680,9 @@ class Rejected(BaseException):
 class Tracer(ast.NodeTransformer):
     """Puts hooks into the statements of a called function, but not into functions inside it, and records what ran.
 
-    lines: the source of each line that ran; states: {name: literal or None} after each; last: the source of the
-    returned value, later the assert; end: the state at the return."""
+    lines: the source of each line that ran, the first of which assigns the arguments, while the others are *steps*;
+    states: {name: literal or None} after each; last: the source of the returned value, later the assert; end: the state
+    at the return."""
     # P2 appendix A. The trace's characters are those of the lines that ran.
     limits = {"call": 1, "steps": 50, "characters of trace": 1000, "characters of state": 12000}
 
@@ -690,7 +691,7 @@ class Tracer(ast.NodeTransformer):
         self.call, self.source = call, call["code"].removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
         self.source = self.source.rstrip("\n")
         self.lines, self.states, self.last, self.end = [], [], "", {}
-        self.calls, self.loops, self.extra = 0, 0, 0                      # extra: number of lines that are not steps
+        self.calls, self.loops, self.extra = 0, 0, 0                      # extra: 1 if there is a line of arguments
         self.why = ""                                                     # the first reason to reject the call
         with blame("the code"):
             tree = ast.parse(self.source)
@@ -750,7 +751,7 @@ class Tracer(ast.NodeTransformer):
         return node
 
     def visit_With(self, node):
-        """`with E as x` becomes a line, the end of the block none."""
+        """`with E as x` becomes a line; leaving the block does not."""
         lines = [f"{self.text(item.optional_vars)} = ({self.text(item.context_expr)}).__enter__()"
                  for item in node.items if item.optional_vars]
         self.generic_visit(node)
@@ -764,7 +765,8 @@ class Tracer(ast.NodeTransformer):
     # What the hooks do
 
     def enter(self, _, __, names):
-        """The arguments become the first line: as literals, or as they stand in the call if literals do not say all."""
+        """The arguments become the first line: as literals, or as they stand in the call where a literal would lose
+        something, such as that two rows are one list."""
         self.calls += 1
         self.check_limits()
         names.pop("__class__", None)                                      # in a method that uses super
@@ -941,8 +943,8 @@ def sources_of(function, call):
 
 
 def is_kept(statement, function):
-    """Whether a trace begins with this statement. `function` is left out, and so is what names it, or __name__. But
-    other functions and classes are kept, because they may have a variable of that name."""
+    """Whether a trace begins with this statement: not with `function`, nor with a statement that mentions it, or
+    __name__. Other functions and classes are kept even then, because in them the name may be a variable."""
     names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     is_def = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
     return statement is not function and (is_def or not names & {function.name, "__name__"})
@@ -1105,8 +1107,8 @@ class Trace(Task):
             row = next((row for row in tried if self.fits(row, stage, split)), None)
         if not row:
             lengths = sorted({len(row["states"]) for row in self.rows})
-            raise BadInput(f"stage {stage}: no traces of this length are in the {split} split, and an eighth of all programs "
-                           f"is for testing: give more traces, or another stage. Lengths in the file: {lengths}")
+            raise BadInput(f"stage {stage}: no traces of this length are in the {split} split (an eighth of the programs is "
+                           f"for testing): give more traces, or another stage. Lengths in the file: {lengths}")
         kept, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in kept]
         for line, state in zip(lines, row["states"]):
@@ -1189,7 +1191,7 @@ def work(number, folder, seconds):
 
 
 def recorded(call, number, place, seconds):
-    """-> the row of a call, and its script, or {"reason"}. A child records it. Nothing that it leaves is believed."""
+    """-> the row of a call, with its script, or {"reason"}, as a child has left it, which may have left anything."""
     status, text = guard(lambda: leave_row(call, number), place, seconds)
     if status == -signal.SIGXCPU:
         return {"reason": f"more than {seconds} s"}

@@ -40,8 +40,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-# Two settings from before torch is loaded. With a spin count of 5000, a waiting thread of GNU OpenMP soon gives up its
-# core. And glibc keeps freed memory: to return a 12 MB tensor to the system and ask for it again costs page faults.
+# Two settings that must be made before torch is imported. With a spin count of 5000, a waiting thread of GNU OpenMP
+# soon gives up its core. And glibc keeps freed memory: to return a tensor and ask for it again costs page faults.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 if platform.system() == "Linux":
@@ -68,8 +68,8 @@ DEVICES = ["cuda"] * torch.cuda.is_available() + ["cpu"] + ["mps"] * torch.backe
 
 
 def number(default, low=0, high=None):
-    """A field of Config from `low` to `high`. Any other int is at least 1, or its default if that is less, and any
-    other float at least 0."""
+    """A field of Config from `low` to `high`. A number without a range must be at least 0, and an int at least 1 unless
+    its default is 0."""
     return field(default=default, metadata={"range": (low, high)})
 
 
@@ -136,7 +136,7 @@ def check(cfg):
     for f in fields(cfg):
         value = getattr(cfg, f.name)
         flag = f"--{f.name.replace('_', '-')} {value}"
-        if type(value) not in (f.type, int) or f.type is str and value != str(value):
+        if type(value) not in [f.type] + [int] * (f.type is float):      # such as a number of numpy
             raise BadInput(f"{flag}: give a plain {f.type.__name__}, not {type(value).__name__}")
         if value not in f.metadata.get("values", [value]):
             raise BadInput(f"{flag}: choose from {', '.join(f.metadata['values'])}")
@@ -202,7 +202,7 @@ def to_tensors(batch, device):
 
 def right_answers(task, batch, right):
     """right (B, T) bool: the tokens that are predicted correctly -> (B, T): 1 or 0 at each answer, NaN elsewhere; if
-    task.one_answer, (B, 1). After a wrong state in the text, all answers of a trace count as wrong."""
+    task.one_answer, (B, 1). Once a state in the text is wrong, every later answer of its trace counts as wrong."""
     after_error = (batch.state_in_text & ~right).cumsum(1) > 0
     right = right & ~after_error
     if task.one_answer:
@@ -326,8 +326,8 @@ def save(path, write):
 
 
 def earlier(folder, cfg, source):
-    """-> the result that the folder holds, and its checkpoint, each None if there is none. Raises BadInput if they are
-    another run's: of other settings or, if it was stopped, of other code."""
+    """-> the result that the folder holds, and its checkpoint, each None if there is none. Raises BadInput if they have
+    other settings or, if the run was stopped, other code."""
     saved = read_checkpoint(folder / "ckpt.pt") if (folder / "ckpt.pt").exists() else None
     try:
         result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
@@ -388,8 +388,8 @@ def run(cfg):
     result, saved = earlier(folder, cfg, source)
     if result:
         if result.get("code") != source["code"]:
-            print("note    the code or the trace file has changed since this run, so these are its old results; to train "
-                  "the new code, choose another --out")
+            print("note    the code or the trace file has changed since this run, so these are its old results; to "
+                  "train the new code, choose another --out")
         print(f"{folder} finished after {result['samples']:,} traces. Remove it to train again, or use --eval")
         for row in result["eval"]:
             show(row)
@@ -412,7 +412,7 @@ def run(cfg):
         while progress.samples < progress.end:
             # batch, loss, gradient
             done = len(progress.passed)
-            stage = stages[min(done, len(stages) - 1)]                    # if all are passed, the rate decays in the last
+            stage = stages[min(done, len(stages) - 1)]                    # the last one also in the decay
             batch = task.batch(cfg.seed, "train", stage, progress.step, cfg.batch_size)
             batch, right = to_tensors(batch, cfg.device), []
             model.zero_grad()
@@ -431,7 +431,7 @@ def run(cfg):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(cfg, progress)
                 optimizer.step()
-            # A GPU sync. Not finite: the weights are ruined, so stop and keep the old checkpoint.
+            # .tolist() waits for the GPU. Not finite: the weights are ruined, so stop and keep the old checkpoint.
             finite, accuracy = torch.stack([(loss + norm).isfinite(), torch.cat(right).nanmean()]).tolist()
             if not finite:
                 break
