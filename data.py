@@ -527,7 +527,7 @@ class Arith(Task):
         length = draw_length(rng, stage)
         needed = ["a"]                                     # variables that a later line reads
         new_names = [f"a{i}" for i in range(2 * length, 0, -1)]
-        new_names += sorted(LETTERS[1:], reverse=True)     # z ... b, a1; a new y takes the last, a new x the one before
+        new_names += sorted(LETTERS[1:], reverse=True)     # a2, a1, z ... c, b: a new y takes b, a new x takes c
         lines = []                                         # the last one first
         while len(lines) < length:
             target = rng.choice(needed)
@@ -1157,7 +1157,9 @@ def guard(run, place, seconds):
                     break
                 time.sleep(0.002)
         finally:
-            os.killpg(child, signal.SIGKILL)                # all that the child has started ends with it
+            with contextlib.suppress(ProcessLookupError):   # the child has left its group
+                os.killpg(child, signal.SIGKILL)            # ends what the child has started in its group, too
+            os.kill(child, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         errors.seek(0)
         last_line = (errors.read().splitlines() or [""])[-1]
@@ -1220,8 +1222,9 @@ def leave_row(call, number):
         row = {"reason": str(why)}
     except BaseException as error:
         row = {"reason": f"the code raises {type(error).__name__}"}
+    os.lseek(2, 0, os.SEEK_SET)
+    os.ftruncate(2, 0)                                      # what the code has written there
     with open(2, "w") as file:
-        file.write("\n")
         json.dump(row, file)
 
 
@@ -1280,7 +1283,7 @@ def run_script(script):
     """In a child: become `python trace.py`. Only a script that has run to its end has the exit code 7."""
     with open("trace.py", "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(f"{script}\n__import__('os')._exit(7)")
-    os.execve(sys.executable, [sys.executable, "trace.py"], os.environ | {"PYTHONOPTIMIZE": ""})
+    os.execve(sys.executable, [sys.executable, "trace.py"], os.environ | {"PYTHONOPTIMIZE": "", "HOME": os.getcwd()})
 
 
 def read_rows(path):

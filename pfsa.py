@@ -391,6 +391,10 @@ def show_linear():
     for x in (H[:, 2, 2], sinkhorn(H)[0][:, 2, 2], beliefs[0, ::2] @ automaton.Z[holds(3, 2, 2)]):
         print("   ", x)
 
+    H = marginal_filter(3, [pair * 1100])[0, ::2]
+    print(f"In float64, H_33 is 0 after {H[:, 2, 2].tolist().index(0):,} reveals, and the sum of H falls from "
+          f"{H[0].sum():g} to {H[-1].sum():g}")
+
     print("\nReveals of probability 1/2 until the linear filter's mass is 0: by format, Figure 9, Figure 10")
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         steps = ""

@@ -117,9 +117,9 @@ def load_runs(args, key="eval", needs="result", fits=lambda row: True, task=None
 def so_far(saved):
     """-> the result of a run that has not finished, from its checkpoint."""
     cfg, progress = saved["config"], saved["progress"]
-    stages = (TASKS[cfg["task"]].curriculum if cfg["curriculum"] == "auto" else cfg["curriculum"]).split()
-    return {**cfg, **progress, "config": cfg, "trained": stages[-1], "eval": [],
-            "reached": stages[min(len(progress["passed"]), len(stages) - 1)]}
+    stages = parse_stages(TASKS[cfg["task"]].curriculum if cfg["curriculum"] == "auto" else cfg["curriculum"])
+    return {**cfg, **progress, "config": cfg, "trained": str(stages[-1]), "eval": [],
+            "reached": str(stages[min(len(progress["passed"]), len(stages) - 1)])}
 
 
 def label(result, runs, names):

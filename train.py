@@ -312,6 +312,7 @@ def origin(cfg):
 def save(path, write):
     """Call write(part), then rename part to path, so path never holds half a file. Raises BadInput if that fails."""
     for is_last in False, True:                           # a virus scanner may hold a file for a moment
+        time.sleep(is_last)
         part = path.with_name(f"{os.urandom(4).hex()}.tmp")
         try:
             write(part)
@@ -322,7 +323,8 @@ def save(path, write):
                 raise BadInput(f"{path} cannot be written ({str(error).splitlines()[0]}): choose another --out, or if "
                                "the disk is full, make room")
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
 
 
 def earlier(folder, cfg, source):
@@ -455,16 +457,17 @@ def run(cfg):
 
             # test, save, log
             if passed or progress.step % cfg.eval_every == 0 or progress.samples >= progress.end:
-                last_test = {stage: evaluate(model, task, stage, cfg)}
-                held_out = last_test[stage]["accuracy"]
-                progress.held_out.append([progress.samples, str(stage), held_out])
+                tested = stage if done < len(stages) - 1 else tests[0]    # the report uses the last of these tests
+                last_test = {tested: evaluate(model, task, tested, cfg)}
+                held_out = last_test[tested]["accuracy"]
+                progress.held_out.append([progress.samples, str(tested), held_out])
                 checkpoint = {"config": given, **source, "progress": asdict(progress), "model": model.state_dict(),
                               "pieces": task.tokenizer.pieces, "optimizers": [x.state_dict() for x in optimizers]}
                 save(folder / "ckpt.pt", partial(torch.save, checkpoint))
                 summands = " + ".join(f"{name} {term:.3f}" for name, term in terms.items())
                 tqdm.write(f"step {progress.step}: {progress.samples:,} traces, {progress.seconds:.0f} s, stage "
-                           f"{stage}{' passed' * passed}, {mean:.1%} right, held out {held_out:.1%}, "
-                           f"loss {loss:.3f} = {summands}")
+                           f"{stage}{' passed' * passed}, {mean:.1%} right, held out {held_out:.1%} at "
+                           f"{tested}, loss {loss:.3f} = {summands}")
 
     if progress.samples < progress.end:                   # the loop has stopped early
         print(f"train.py: the loss or its gradient was not finite after step {progress.step}: try --learning-rate "
@@ -650,7 +653,7 @@ def main(argv=None):
         for cfg in grid:                                  # if one fails, the others run
             try:
                 why = run(cfg) and "its loss was not finite"
-            except BadInput as error:
+            except (BadInput, OSError, torch.OutOfMemoryError) as error:
                 if len(grid) == 1:
                     raise
                 why = str(error)
