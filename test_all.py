@@ -2911,14 +2911,15 @@ def test_can_hold_knows_what_theory_excludes(model, changes, groups):
 def test_seeds_of_never_joins_runs_that_differ_in_more_than_their_seed():
     rates = [result([row("64x8"), row("64x64")], seed=seed, learning_rate=rate, held_out=[[8, "64x8", 1]])
              for seed, rate in ((0, 0.1), (1, 0.2), (2, 0.2))]
-    for figure in plot.curve, plot.headline, plot.ladder, plot.samples:
+    for figure in plot.ladder, plot.curve, plot.headline, plot.samples:
+        task = "group" if figure is plot.ladder else "repl"
         with pytest.raises(ValueError, match="differ in learning_rate: add one or more of these to --by"):
-            figure(of(*rates))
-    assert {name for name, *_ in plot.evaluations(of(by="learning_rate"))} == {
+            figure(of(*({**run, "task": task} for run in rates)))
+    assert {name for name, *_ in plot.evaluations(of(by="learning_rate"), "repl")} == {
         "deltanet, learning_rate 0.1, 1 seed", "deltanet, learning_rate 0.2, 2 seeds"}
     with pytest.raises(ValueError, match="two runs have the seed 1"):
-        plot.evaluations(of(rates[1], rates[1]))
-    assert {name for name, *_ in plot.evaluations(of(result(beta_max=1.0)))} == {"deltanet, [0, 1], 1 seed"}
+        plot.evaluations(of(rates[1], rates[1]), "repl")
+    assert {name for name, *_ in plot.evaluations(of(result(beta_max=1.0)), "repl")} == {"deltanet, [0, 1], 1 seed"}
 
 
 def in_folders(**results):

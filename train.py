@@ -122,7 +122,8 @@ class Config:
 
 
 # Maps each setting to its comment above, for --help.
-HELP = dict(re.findall(r"^    (\w+): \w+ = .*?# (.*)$", Path(__file__).read_text("utf-8"), re.M))
+HELP = {name: why for name, why in re.findall(r"^    (\w+): \w+ = .*?# (.*)$", Path(__file__).read_text("utf-8"), re.M)
+        if hasattr(Config, name)}
 # These settings do not define what is trained. (A device may round differently.)
 NOT_IN_FOLDER_NAME = ["eval_at", "eval_samples", "eval_every", "device", "out"]
 SEGMENT = 2048                     # tokens that `evaluate` reads at once; the state is carried to the next segment
@@ -652,7 +653,7 @@ def main(argv=None):
         failed = []
         for cfg in grid:                                  # if one fails, the others run
             try:
-                why = run(cfg) and "its loss was not finite"
+                why = run(cfg) and "see above"
             except (BadInput, OSError, torch.OutOfMemoryError) as error:
                 if len(grid) == 1:
                     raise
