@@ -1107,8 +1107,8 @@ class Trace(Task):
             row = next((row for row in tried if self.fits(row, stage, split)), None)
         if not row:
             lengths = sorted({len(row["states"]) for row in self.rows})
-            raise BadInput(f"stage {stage}: no traces of this length are in the {split} split (an eighth of the programs is "
-                           f"for testing): give more traces, or another stage. Lengths in the file: {lengths}")
+            raise BadInput(f"stage {stage}: no traces of this length are in the {split} split (an eighth of all is for "
+                           f"testing): give more traces, or another stage. Lengths in the file: {lengths}")
         kept, lines, last = split_trace(row)
         drawn = [Line(text, f"{text}\n", "") for text in kept]
         for line, state in zip(lines, row["states"]):
