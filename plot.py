@@ -12,7 +12,6 @@ The figures of README.md and assets/RESULTS.md; without a path, they draw their 
     python plot.py headline                                     a memory that swaps; accuracy at a trace's only print
     python plot.py ladder                                       a row for each model, a column for each group
     python plot.py samples                                      programs until 95 % of the answers are right (P2 Fig. 5)
-    python plot.py variables                                    traces until the last stage is passed, over n_vars
     python plot.py nats                                         hidden branches: KL from the exact probabilities
     python plot.py ladder out/*-group* --by n_householder       the same figure of your own runs
 
@@ -384,31 +383,6 @@ def samples(args):
     return figure
 
 
-def variables(args):
-    """Traces until the last stage is passed, over the number n of variables: a mark for each run. A hollow mark is
-    a run that used up its traces without passing it. For comparison, a line proportional to n! starts at the smallest
-    n, at the median of the runs with the first label. Runs of a label may differ in any setting."""
-    figure, axes = plt.subplots(figsize=(6, 4))
-    dots = defaultdict(list)                                # {label: [(n, traces, whether it passed), ...]}
-    for name, result in load_runs(args, task="repl"):
-        done = has_passed_all(result)
-        traces = result["passed"][-1]["samples"] if done else result["samples"]
-        dots[name].append((result["config"]["n_vars"], traces, done))
-    for look, name, runs in with_looks(dots):
-        look["linestyle"] = ""
-        axes.plot([], [], **look, label=name)               # for the legend
-        for n, traces, done in runs:
-            axes.plot(n, traces, **look, fillstyle="full" if done else "none")
-    first = next(iter(dots.values()))
-    x = sorted({n for n, *_ in first})
-    start = np.median([traces for n, traces, _ in first if n == x[0]])
-    axes.plot(x, [start * math.factorial(n) / math.factorial(x[0]) for n in x], "k:", label="grows as n!")
-    axes.set_yscale("log")
-    axes.set_ylim(top=2 * max(traces for runs in dots.values() for _, traces, _ in runs))
-    finish(axes, "n, the number of variables", "traces until the last stage is passed", "What more variables cost")
-    return with_legend(figure)
-
-
 @torch.no_grad()
 def swap(S, x, y, beta, steps=1):
     """S (6, n) after delta-rule steps with v = 0 that swap the rows x and y as well as this beta allows. At beta 2, one
@@ -588,12 +562,11 @@ def movie(args, lines=40):
 # ----------------------------------------------------------------------------------------------------------
 # The command line
 
-COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladder, samples, variables, nats]}
+COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladder, samples, nats]}
 FIGURES = {  # those of README.md and assets/RESULTS.md, and what they are drawn from
     "headline": {"entry": "length"},
     "ladder": {"entry": "ladder", "by": "n_householder,n_layer"},
     "nats": {"entry": "belief", "models": "gated_deltanet,gru,lstm,m2rnn,transformer"},
-    "variables": {"entry": "variables", "by": "states"},
     "samples": {"entry": "forms", "by": "states"},
     "horizon": {"entry": "horizon", "by": "gates,cooldown"},
     "heads": {"entry": "heads"},

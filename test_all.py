@@ -2883,20 +2883,6 @@ def test_plot_swap_with_projections_swaps_two_rows_and_shrinks_their_difference(
         torch.testing.assert_close(plot.swap(S, 1, 3, beta, steps), want, rtol=0, atol=1e-5)
 
 
-def test_variables_counts_to_the_last_stage_and_draws_n_factorial_beside_it():
-    last = {"stage": "64x8", "samples": 100}
-    runs = [result(n_vars=n, states=states, passed=[{"stage": "8x1", "samples": 50}, *passed])
-            for n, states, passed in ((2, "auto", [last]), (4, "auto", []), (2, "none", [last | {"samples": 300}]))]
-    axes = plot.variables(of(*runs, by="states")).axes[0]
-    marks = [(line.get_marker(), line.get_fillstyle(), line.get_xydata().tolist()) for line in axes.lines]
-    assert [mark for mark in marks if mark[0] != "None" and mark[2]] == [
-        ("o", "full", [[2, 100]]), ("o", "none", [[4, 9000]]), ("s", "full", [[2, 300]])]
-    assert {line.get_label(): line.get_marker() for line in axes.lines if "deltanet" in line.get_label()} == {
-        "deltanet, default supervision": "o", "deltanet, no states": "s"}
-    [line] = [line for line in axes.lines if "n!" in line.get_label()]
-    assert line.get_xydata().tolist() == [[2, 100], [4, 1200]]        # from the first label's runs
-
-
 @pytest.mark.parametrize("model, changes, groups", [
     ("deltanet", {}, "Z2 S5swaps"), ("deltanet", {"beta_max": 1.0}, ""),
     ("deltanet", {"n_layer": 2}, "Z2 S3 A5 S5 S5swaps"), ("deltaproduct", {"n_householder": 2}, "Z2 S3 A5 S5swaps"),
@@ -2937,7 +2923,7 @@ def in_folders(**results):
     return args
 
 
-def test_curve_and_variables_tell_a_stage_that_comes_twice(tmp_path):
+def test_curve_tells_a_stage_that_comes_twice(tmp_path):
     once = [{"stage": "64x8", "samples": 50}]
     twice = [*once, {"stage": "64x8", "samples": 90}]
     tests = [[40, "64x8", 0.5], [80, "64x8", 0.6], [120, "64x8", 0.7]]
@@ -2946,8 +2932,6 @@ def test_curve_and_variables_tell_a_stage_that_comes_twice(tmp_path):
     axes = plot.curve(of(*runs)).axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0.5, 1.6, 1.7]] * 2
     assert [label.get_text() for label in axes.get_yticklabels(minor=True)] == ["64x8", "64x8, again"]
-    marks = [line.get_fillstyle() for line in plot.variables(of(*runs)).axes[0].lines if line.get_marker() == "o"]
-    assert marks == ["full", "none", "full"]                              # the first is the legend's
 
 
 def test_plot_import_and_main_leave_matplotlib_as_it_was(tmp_path):
