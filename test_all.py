@@ -2492,7 +2492,7 @@ def test_as_read_gives_what_python_would_run_or_refuses_the_line(moves, n_vars):
     assert accepted == set(lines)
     assert train.as_read(task, "print(a)") == "print('a', a)"
     assert train.as_read(task, "c, a, b = c, b, a") == ("a, b = b, a" if moves == "swap" else "a, b, c = b, a, c")
-    for typed in ("x = 1", "a = 3", "a += 1", "a = b", "a, x = x, a", "a, b = b, c", "a, b = b", "print(x)",
+    for typed in ("x = 1", "a = 1", "a, b = 2, 1", "a += 1", "a = b", "a, x = x, a", "a, b = b, c", "a, b = b", "print(x)",
                   "print(a, b)", "print('b', a)", "print('a', 'a')", "print(a); print(b)", "print(print(a))", "print()",
                   "print((a := b))", "print(a, end='')", "a, print = print, a", "import os", "a, b = b, a; c = 1", "a,, b",
                   "del a", "(a, b)", "(", "\0", "x = print(a)", "c = [a, b][0]", "a, b, c = {a, b, c}",
@@ -2555,6 +2555,17 @@ def test_play_shows_what_the_model_reads_what_python_prints_and_what_the_model_b
 
 
 SUPPLIED, FADES = HERE / "assets/deltanet-repl.pt", HERE / "assets/deltanet-repl-beta-1.pt"
+
+
+def test_play_starts_again_with_the_values_that_somebody_types_before_the_first_command(monkeypatch, capsys):
+    typed = ["a = 3", ">>> e=3", "a = 9", "x = 1", "b, a = a, b", "a = 1"]
+    out = played(SUPPLIED, monkeypatch, capsys, typed)
+    told = [dict(re.findall(r"(\w) (\d) \(", line)) for line in out if line.startswith("model:")]
+    assert not any("WRONG" in line for line in out) and all(sorted(held.values()) == [*"12345"] for held in told)
+    before, first, second, after = told
+    assert first["a"] == second["e"] == "3" and after == second | {"a": second["b"], "b": second["a"]}
+    assert len([name for name in before if before[name] != first[name]]) in (0, 2)
+    assert sum("this model knows" in line for line in out) == 3           # not a = 9, x = 1 and the last a = 1
 
 
 def test_assets_model_plays_64_commands_without_an_error_or_a_note(monkeypatch, capsys):

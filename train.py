@@ -542,7 +542,7 @@ def as_read(task, typed):
         if printed := re.fullmatch(r"print\((?:'(\w)', *)?(\w)\)", typed):
             if printed[1] in (None, printed[2]) and printed[2] in task.names:
                 return f"print('{printed[2]}', {printed[2]})"
-        if not re.fullmatch(r"[\w, ()]+=[\w, ()]+", typed):      # else it is one assignment, and cannot call anything
+        if not re.fullmatch(r"[a-z, ()]+=[a-z, ()]+", typed):      # else it is one assignment, and cannot call anything
             raise SyntaxError
         memory = dict(zip(task.names, range(1, 10)))      # each variable holds another number
         exec(typed, {"__builtins__": {}}, memory)
@@ -557,11 +557,17 @@ def as_read(task, typed):
 
 def typed_lines(task, seed):
     """Yield lists of lines of repl: first the assignments and a print, as in each trace, then each line that somebody
-    types, until Ctrl-D or quit."""
-    rng = random.Random(seed)
-    start = [*task.start(rng, {}), *task.question(rng.choice(task.names), {})]
-    print("".join(f"{task.prompt}{line}\n" for line in start), end="")
-    yield start
+    types, until Ctrl-D or quit. Before the first command, a line like `a = 3` starts again with this value of a."""
+    rng, at_start = random.Random(seed), True
+    values = dict(line.split(" = ") for line in task.start(rng, {}))
+    first = rng.choice(task.names)
+
+    def start():
+        lines = [*map(" = ".join, values.items()), *task.question(first, {})]
+        print("".join(f"{task.prompt}{line}\n" for line in lines), end="")
+        return lines
+
+    yield start()
     while True:
         try:
             typed = input(task.prompt).strip().removeprefix(">>>").strip()
@@ -569,10 +575,17 @@ def typed_lines(task, seed):
                 print(typed)                              # echo input that comes from a pipe
             if typed in ("quit", "exit", "quit()", "exit()"):
                 return
+            name, _, value = typed.replace(" ", "").partition("=")
+            if at_start and name in values and value in values.values():
+                other = next(x for x in values if values[x] == value)     # gets the old value, as values differ
+                values[name], values[other] = value, values[name]
+                yield start()
+                continue
             line = typed and as_read(task, typed)
             if line != typed:
                 print(f"read as {line}")
             if line:
+                at_start = False
                 yield [line]
         except (BadInput, UnicodeError) as error:
             print(error)
@@ -590,9 +603,11 @@ def play(path, **changes):
         raise BadInput(f"--play {path}: give a model trained on repl, without states in the text")
     with contextlib.suppress(ImportError):                # Windows has no readline
         import readline                                   # noqa: F401  line editing for input()
-    print("Python runs each line; the model predicts each variable's value, with a probability. Type quit to end")
-    memory, state = {}, None
+    print("Python runs each line; the model predicts each variable's value, with a probability. Lines like a = 3 choose "
+          "the first values. Type quit to end")
     for lines in typed_lines(task, cfg.seed):
+        if len(lines) > 1:                                # a start
+            memory, state = {}, None
         executed = data.run(lines, memory, task.prompt)
         tokens, _, _ = task.encode(executed)
         _, state = model(torch.tensor([tokens], device=cfg.device), state)
