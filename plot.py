@@ -412,7 +412,7 @@ def headline(args):
         for axes, (command, pairs) in zip(panel.subplots(1, 4, sharey=True), commands.items()):
             for x, y in pairs:
                 S = swap(S, x, y, beta, 21 // len(pairs))
-            axes.imshow(S[:5], vmin=0, vmax=1.4, cmap="Blues")
+            axes.imshow(S[:5].numpy(), vmin=0, vmax=1.4, cmap="Blues")
             axes.grid(False)
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
