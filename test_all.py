@@ -2420,24 +2420,6 @@ def test_advance_0_ends_a_stage_by_its_number_of_traces_alone(tmp_path, monkeypa
         assert [row["samples"] for row in result_of(only(tmp_path / str(advance)))["passed"]] == ends
 
 
-def test_micro_batches_give_the_gradient_and_the_accuracy_of_the_whole_batch(tmp_path, monkeypatch):
-    clip, seen = torch.nn.utils.clip_grad_norm_, {}
-
-    def watched(parameters, most):
-        parameters = list(parameters)
-        seen.setdefault(parts, [p.grad.clone() for p in parameters])      # of the first step
-        return clip(parameters, most)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watched)
-    accuracies = []
-    for parts in (1, 4):
-        go(tmp_path / str(parts), "--max-samples", 8, "--micro-batches", parts)
-        saved = torch.load(only(tmp_path / str(parts)) / "ckpt.pt", weights_only=True)
-        accuracies.append(saved["progress"]["recent"])
-    assert accuracies[0] == pytest.approx(accuracies[1])
-    for whole, in_parts in zip(*seen.values()):                           # traces of equal lengths: means are a part's
-        torch.testing.assert_close(whole, in_parts, rtol=1e-4, atol=1e-7)
-
-
 def test_losses_without_a_state_head_never_wait_for_the_device():
     """Fake tensors have no values: whatever needs one on the host, as an index by a mask does, raises."""
     task, [stage], _, lm = train.build(Config(states="none", curriculum="4x1", device="cpu"))
@@ -3180,7 +3162,6 @@ REFUSALS = {
     "train.py --seed 0 1": "unrecognized arguments: 1",
     "train.py --advance 90": "must be >= 0 and <= 1",
     "train.py --advance 0": "so give --stage-samples, too",
-    "train.py --micro-batches 3": "--micro-batches 3: give a divisor of --batch-size",
     "train.py --curriculum 4,8": "write LENGTHxSPACING",  # no grid of two
     "train.py --eval-samples 8,16": "--eval-samples: 8,16: give a number (int)",
     "train.py --model block_diagonal --d-model 30": "a multiple of 4",

@@ -103,7 +103,6 @@ class Config:
     # training
     reveal_weight: float = 1.0                # extra weight on the loss at answers, one token in 182 of repl's 64x8
     batch_size: int = 4                       # traces per step; with small batches, as many traces give more steps
-    micro_batches: int = 1                    # parts of a batch (saves memory); each has its own mean loss
     learning_rate: float = 1.8e-2             # peak learning rate
     warmup: int = number(320)                 # traces until the learning rate reaches its peak
     cooldown: int = number(1280)              # traces of learning-rate decay; with more, models of repl read further
@@ -150,8 +149,6 @@ def check(cfg):
         raise BadInput(f"--model {cfg.model}: choose from {', '.join(MIXERS)}, or join several with +")
     if cfg.n_layer < len(mixers):
         raise BadInput(f"--model {cfg.model} alternates {len(mixers)} mixers: give at least --n-layer {len(mixers)}")
-    if cfg.batch_size % cfg.micro_batches:
-        raise BadInput(f"--micro-batches {cfg.micro_batches}: give a divisor of --batch-size, {cfg.batch_size}")
     if cfg.d_model % 4 or cfg.d_model % (2 * cfg.n_head):
         raise BadInput(f"--d-model {cfg.d_model}: give a multiple of 4 and of twice --n-head {cfg.n_head}")
 
@@ -417,16 +414,12 @@ def run(cfg):
             done = len(progress.passed)
             stage = stages[min(done, len(stages) - 1)]                    # the last one also in the decay
             batch = task.batch(cfg.seed, "train", stage, progress.step, cfg.batch_size)
-            batch, right = to_tensors(batch, cfg.device), []
             model.zero_grad()
-            for first in range(cfg.micro_batches):
-                part = Batch(*(x if x is None else x[first::cfg.micro_batches] for x in batch))
-                with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
-                    terms, right_here = losses(task, model, part)
-                terms["reveal"] = cfg.reveal_weight * terms["reveal"]
-                loss = sum(terms.values())                                # the log shows the loss of the last part
-                (loss / cfg.micro_batches).backward()
-                right.append(right_here)
+            with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
+                terms, right = losses(task, model, to_tensors(batch, cfg.device))
+            terms["reveal"] = cfg.reveal_weight * terms["reveal"]
+            loss = sum(terms.values())
+            loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
             # step
@@ -435,7 +428,7 @@ def run(cfg):
                     group["lr"] = learning_rate(cfg, progress)
                 optimizer.step()
             # .tolist() waits for the GPU. Not finite: the weights are ruined, so stop and keep the old checkpoint.
-            finite, accuracy = torch.stack([(loss + norm).isfinite(), torch.cat(right).nanmean()]).tolist()
+            finite, accuracy = torch.stack([(loss + norm).isfinite(), right.nanmean()]).tolist()
             if not finite:
                 break
             progress.step += 1
