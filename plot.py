@@ -417,7 +417,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command, fontsize=10)
-    by_commands(below.subplots(), args, "Which models learn to track?\nThin: seeds; thick: median")
+    by_commands(below.subplots(), args, "Only the model with reflections reads 32 commands\nThin: seeds; thick: median")
     return figure
 
 
@@ -564,7 +564,7 @@ def movie(args, lines=40):
 
 COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladder, samples, nats]}
 FIGURES = {  # those of README.md and assets/RESULTS.md, and what they are drawn from
-    "headline": {"entry": "length"},
+    "headline": {"entry": "figure_4"},
     "ladder": {"entry": "ladder", "by": "n_householder,n_layer"},
     "nats": {"entry": "belief", "models": "gated_deltanet,gru,lstm,m2rnn,transformer"},
     "samples": {"entry": "forms", "by": "states"},
