@@ -568,7 +568,7 @@ FIGURES = {  # those of README.md and assets/RESULTS.md, and what they are drawn
     "ladder": {"entry": "ladder", "by": "n_householder,n_layer"},
     "nats": {"entry": "belief", "models": "gated_deltanet,gru,lstm,m2rnn,transformer"},
     "samples": {"entry": "forms", "by": "states"},
-    "horizon": {"entry": "horizon", "by": "gates,cooldown"},
+    "horizon": {"entry": "horizon", "by": "cooldown"},
     "heads": {"entry": "heads"},
     "movie": {"paths": ["assets/deltanet-repl.pt", "assets/deltanet-repl-beta-1.pt"]},
 }

@@ -2559,7 +2559,7 @@ def test_assets_model_plays_64_commands_without_an_error_or_a_note(monkeypatch, 
     assert not any(re.match("note|read as", line) for line in out)
 
 
-@pytest.mark.parametrize("path, changed", [(SUPPLIED, {"cooldown"}), (FADES, {"beta_max", "max_samples", "learning_rate"})])
+@pytest.mark.parametrize("path, changed", [(SUPPLIED, {"cooldown", "seed"}), (FADES, {"beta_max", "max_samples", "learning_rate"})])
 def test_assets_models_are_those_of_the_default_run_and_name_their_code(path, changed):
     saved, (_, task, _, model) = train.read_checkpoint(path), train.load(path, device="cpu")
     of_default, _, _, default = train.build(Config(device="cpu"))
