@@ -832,7 +832,9 @@ def test_write_traces_rejects_what_does_not_hold_everywhere(tmp_path):
     kept = {row["id"]: row for row in written(tmp_path / "out.jsonl")}
     why = {row["id"]: row["reason"] for row in written(tmp_path / "out.rejected.jsonl")}
     found = [(value, out, why.get(f"line {n}", "")) for n, (value, out, _) in enumerate(cases, 1)]
-    assert found == cases
+    clock = [case for case in found if "time.time" in case[0]]            # workers may reach one second together:
+    assert len(clock) == 4 and {reason for *_, reason in clock} <= {DIFFERS, OTHER}       # then the script differs
+    assert [case for case in found if case not in clock] == [case for case in cases if "time.time" not in case[0]]
     for row in kept.values():
         as_script(row, tmp_path / "run")
 
