@@ -417,7 +417,7 @@ def headline(args):
             axes.set_xticks(range(5), range(1, 6))
             axes.set_yticks(range(5), "abcde")
             axes.set_title(command, fontsize=10)
-    by_commands(below.subplots(), args, "Only the model with reflections reads 32 commands\nThin: seeds; thick: median")
+    by_commands(below.subplots(), args, "Which models learn to track?\nThin: seeds; thick: median")
     return figure
 
 
