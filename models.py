@@ -179,6 +179,49 @@ class DeltaNet(LinearAttention):
         return delta_rule(q, k, v, self.beta(x), state=S)
 
 
+def snap(k):
+    """(..., K) -> the nearest of the keys e_i and (e_i +- e_j)/sqrt(2), up to their sign, for k of length 1."""
+    size, place = k.abs().topk(2, -1)
+    entries = torch.where(size.sum(-1, keepdim=True) > 2 ** 0.5 * size[..., :1],          # near two unit vectors?
+                          k.new_tensor([0.5, 0.5]).sqrt(), k.new_tensor([1.0, 0.0]))
+    return torch.zeros_like(k).scatter(-1, place, entries * k.gather(-1, place).sign())
+
+
+class HardDeltaNet(DeltaNet):
+    """A DeltaNet that training turns into a finite automaton, so that it does not forget. Its keys become those of
+    `snap`, and its betas 0, 1 or 2, and a bit for each token decides whether the token writes. With v = 0 and beta 2, a
+    step then swaps two rows of S or changes the sign of one, and no rounding error adds up.
+
+    The scan uses x + hardness (hard - x), where `hard` is x rounded, with the gradient of x alone (straight-through,
+    1308.3432). train.py raises `hardness` from 0 to 1 as long as answers stay right. `pull` is a loss that draws x to
+    where it is rounded, as in VQ-VAE (1711.00937), and makes writes rare."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.to_write = Linear(cfg.d_model, cfg.n_head, bias=True)
+        self.register_buffer("hardness", torch.zeros(()))
+
+    def scan(self, x, q, k, v, S):
+        def harden(soft, hard):
+            return soft + self.hardness * (hard - soft).detach()
+
+        beta, write = self.beta(x), Bit.apply(self.to_write(x).float()) + 0.5             # (B, T, H)
+        hard_k, hard_beta, hard_write = snap(k).detach(), beta.round().detach(), write.round().detach()
+        far = (k - hard_k).square().sum(-1)
+        self.pull = ((1.5 + 9 * self.hardness) * (harden(beta, hard_beta).detach() * far).mean()
+                     + (beta - hard_beta).square().mean() + 4 * (write - hard_write).square().mean()
+                     + 1.5 * (beta * write).mean())
+        v = v * harden(write, hard_write)[..., None].to(v.dtype)
+        return delta_rule(q, F.normalize(harden(k, hard_k), dim=-1), v, harden(beta, hard_beta), state=S)
+
+    def anneal(self, accuracy):
+        """Raise the hardness a little if this share of answers is right, and lower it if many are wrong. -> whether it
+        has reached 1."""
+        step = 0.01 if accuracy >= 0.92 else -0.01 if accuracy < 0.72 else 0
+        self.hardness.add_(step).clamp_(0, 1)
+        return self.hardness == 1
+
+
 class GatedDeltaNet(DeltaNet):
     """Yang et al. 2412.06464: a DeltaNet whose state is also multiplied by a gate, a sigmoid that starts near 0.98."""
 
@@ -365,6 +408,7 @@ class NoMixer(nn.Module):
 
 MIXERS = {  # --model NAME; add yours here: a class with forward(x, state) -> (y, state)
     "deltanet": DeltaNet,
+    "hard_deltanet": HardDeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "kda": KDA,
     "deltaproduct": DeltaProduct,

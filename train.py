@@ -56,7 +56,7 @@ from tqdm import tqdm
 import data
 from data import PAD, BadInput, Batch, Tokenizer, parse_stages
 from kernels import pick_backend
-from models import LM, MIXERS, count, fault, in_pieces, make_optimizers
+from models import LM, MIXERS, HardDeltaNet, count, fault, in_pieces, make_optimizers
 from pfsa import MaybeSwaps, against_exact
 
 TASKS = {**data.TASKS, "pfsa": MaybeSwaps}
@@ -396,6 +396,7 @@ def run(cfg):
         return 0
     task, stages, tests, model = build(cfg, saved["pieces"] if saved else None)
     cfg, optimizers = model.cfg, make_optimizers(model)
+    hard = [block.mixer for block in model.blocks if isinstance(block.mixer, HardDeltaNet)]
     progress = Progress(end=cfg.max_samples)
     if saved:
         progress = Progress(**saved["progress"])
@@ -418,6 +419,8 @@ def run(cfg):
             with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                 terms, right = losses(task, model, to_tensors(batch, cfg.device))
             terms["reveal"] = cfg.reveal_weight * terms["reveal"]
+            if hard and done:
+                terms["pull"] = sum(mixer.pull for mixer in hard)
             loss = sum(terms.values())
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -425,7 +428,7 @@ def run(cfg):
             # step
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(cfg, progress)
+                    group["lr"] = learning_rate(cfg, progress) * (1 - 0.7 * max([m.hardness.item() for m in hard] + [0]))
                 optimizer.step()
             # .tolist() waits for the GPU. Not finite: the weights are ruined, so stop and keep the old checkpoint.
             finite, accuracy = torch.stack([(loss + norm).isfinite(), right.nanmean()]).tolist()
@@ -439,6 +442,8 @@ def run(cfg):
 
             # curriculum
             passed = done < len(stages) and is_passed(cfg, progress)
+            if hard and done == 1:                        # the stage in which they harden
+                passed = all([mixer.anneal(mean) for mixer in hard]) and passed
             if passed:
                 progress.passed.append({"stage": str(stage), "samples": progress.samples, "steps": progress.step,
                                         "seconds": progress.seconds})
