@@ -1522,6 +1522,88 @@ def test_bit_reaches_both_ends_and_its_gradient_is_the_sigmoids():
     assert torch.allclose(z.grad, (1 / (2 + z.exp() + (-z).exp())).detach())
 
 
+def test_snap_finds_the_nearest_key_with_one_or_two_entries():
+    unit = torch.eye(6, dtype=torch.float64)
+    keys = [sign * e for e in unit for sign in (1, -1)]
+    keys += [(s * unit[i] + t * unit[j]) / 2 ** 0.5 for i in range(6) for j in range(i) for s in (1, -1) for t in (1, -1)]
+    keys = torch.stack(keys)                                              # all 72
+    k = F.normalize(torch.randn(2000, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=-1)
+    nearest = keys[(k @ keys.T).argmax(-1)]
+    assert torch.allclose(models.snap(k), nearest) and len(nearest.unique(dim=0)) == 72
+
+
+def hard(**changes):
+    torch.manual_seed(0)
+    mixer = models.HardDeltaNet(small("hard_deltanet", n_head=1, **changes)).double()
+    for layer in mixer.to_beta, mixer.to_write:
+        torch.nn.init.normal_(layer.weight)
+    mixer.hardness.fill_(1)
+    return mixer
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_hard_deltanet_moves_rows_and_mixes_none_at_beta_2(dtype, error):
+    mixer = hard().to(dtype)
+    torch.nn.init.zeros_(mixer.to_v.weight)                               # nothing is written
+    torch.nn.init.constant_(mixer.to_beta.bias, 100)
+    S = mixer(torch.randn(3, 500, 32, dtype=dtype))[1][:, 0]
+    assert S.abs().max() == 0
+    q, k, v = mixer.project(torch.randn(3, 500, 32, dtype=dtype))
+    _, S = mixer.scan(torch.randn(3, 500, 32, dtype=dtype), q, k, v, torch.eye(32, dtype=dtype).expand(3, 1, 32, 32))
+    S = S[:, 0]
+    assert (S - S.round()).abs().max() < error and not torch.equal(S.round().abs(), torch.eye(32, dtype=dtype).expand(3, 32, 32))
+    ones = torch.ones(3, 32, dtype=dtype)
+    assert torch.equal(S.round().abs().sum(1), ones) and torch.equal(S.round().abs().sum(2), ones)
+
+
+def test_hard_deltanet_scans_rounded_numbers_with_the_gradient_of_the_others():
+    """The loop of the recurrence over hard keys, betas and writes; its gradient for them goes to the soft ones."""
+    mixer, x = hard(), torch.randn(2, 9, 32, dtype=torch.float64)
+    q, k, v = mixer.project(x)
+    beta, write = mixer.beta(x), models.Bit.apply(mixer.to_write(x).float()) + 0.5
+    assert set(beta.round().unique().tolist()) == {0, 1, 2} and set(write.round().unique().tolist()) == {0, 1}
+    exact = [y.detach().requires_grad_() for y in (models.snap(k), beta.round(), write.round())]
+    keys, S, outputs = F.normalize(exact[0], dim=-1), torch.zeros(2, 1, 32, 32, dtype=torch.float64), []
+    for t in range(9):
+        kt, step = keys[:, t, :, :, None], exact[1][:, t, :, None, None]
+        new = (v[:, t] * exact[2][:, t, :, None])[:, :, None]
+        S = S + step * kt * (new - kt.mT @ S)
+        outputs.append((q[:, t, :, None] @ S)[:, :, 0])
+    want = torch.stack(outputs, 1)
+    got, _ = mixer.scan(x, q, k, v, None)
+    assert (got - want).abs().max() < 1e-6                                # beta and write are fp32
+    weight = torch.randn_like(want)
+    through = torch.autograd.grad((want * weight).sum(), exact, retain_graph=True)
+    params = [mixer.to_bits.weight, mixer.to_k.weight, mixer.to_beta.weight, mixer.to_write.weight]
+    expected = torch.autograd.grad([k, beta, write], params, through, retain_graph=True)
+    for one, other in zip(torch.autograd.grad((got * weight).sum(), params, retain_graph=True), expected):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max() and other.abs().max() > 0
+    mixer.hardness.zero_()                                                # soft: a DeltaNet whose values are gated
+    soft, _ = mixer.scan(x, q, k, v, None)
+    want, _ = kernels.delta_rule(q, k, v * write[..., None], beta)
+    assert (soft - want).abs().max() < 1e-6 < (soft - got).abs().max()
+
+
+def test_hard_deltanet_anneals_by_accuracy():
+    mixer = hard()
+    mixer.hardness.fill_(0.984375)
+    assert not mixer.anneal(0.91) and mixer.hardness == 0.984375
+    assert not mixer.anneal(0.92) and mixer.anneal(0.99) and mixer.hardness == 1 and mixer.anneal(0.8)
+    assert not mixer.anneal(0.71) and mixer.hardness < 1
+
+
+def test_run_hardens_a_hard_deltanet_in_its_second_stage(tmp_path, monkeypatch, capsys):
+    def anneal(mixer, accuracy):
+        mixer.hardness.add_(1 / 16).clamp_(0, 1)
+        return mixer.hardness == 1
+    monkeypatch.setattr(models.HardDeltaNet, "anneal", anneal)
+    assert go(tmp_path, "--model", "hard_deltanet", "--curriculum", "1x1 1x1 1x1", "--advance", 1e-9, "--stage-samples", 40,
+              "--max-samples", 400, "--batch-size", 4, "--eval-every", 1) == 0
+    log, saved = capsys.readouterr().out, train.read_checkpoint(only(tmp_path) / "ckpt.pt")
+    assert [row["steps"] for row in saved["progress"]["passed"]] == [10, 26, 36] and saved["model"]["blocks.0.mixer.hardness"] == 1
+    assert "pull" not in log.split("step 11:")[0] and "pull" in log.split("step 11:")[1]
+
+
 def test_rotary_ssm_is_a_diagonal_recurrence_of_complex_numbers():
     """Row i of the state with row i + K/2 as its imaginary part, in complex128, one token after another."""
     mixer = models.MIXERS["rotary_ssm"](small("rotary_ssm", n_head=1)).double()
