@@ -2876,7 +2876,7 @@ def of(*results, path="table.jsonl", at="64x8", models=None, by=""):
     """A command line about such results."""
     if results:
         Path(path).write_text("\n".join(map(json.dumps, results)))
-    return SimpleNamespace(paths=[path], at=at, models=models, by=by, entry=None, save="out.png", left_out=[])
+    return SimpleNamespace(paths=[path], at=at, models=models, by=by, entry=None, save="out.png", left_out=[], title="")
 
 
 CHANCE = [(0, 0.25), (1, 0.25)]
