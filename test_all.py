@@ -1592,6 +1592,36 @@ def test_hard_deltanet_anneals_by_accuracy():
     assert not mixer.anneal(0.71) and mixer.hardness < 1
 
 
+def test_the_supplied_hard_model_executes_each_command_from_states_that_occur(states=32):
+    """All 120 commands, from the states that 20 random commands have led to, in fp64. (assets/RESULTS.md has 256.)"""
+    _, task, _, model = train.load(HERE / "assets" / "deltanet-repl-hard.pt", device="cpu")
+    model, rng, orders = model.double(), random.Random(0), list(itertools.permutations(range(5)))
+    digits = torch.tensor([task.tokenizer.encode(str(value)) for value in range(1, 6)])[:, 0]
+
+    def read(texts, state):
+        return model(torch.tensor([task.tokenizer.encode(text) for text in texts]), state)[1]
+
+    def command(order):
+        return f">>> a, b, c, d, e = {', '.join('abcde'[i] for i in order)}\n"
+
+    def is_right(state):
+        said = train.beliefs(task, model, state, len(values))[:, :, digits].argmax(-1) + 1
+        return (said == torch.tensor(values)).all()
+
+    with torch.no_grad():
+        values = [rng.sample(range(1, 6), 5) for _ in range(states)]
+        state = read(["".join(f">>> {name} = {value}\n" for name, value in zip("abcde", row)) + f">>> print('a', a)\na {row[0]}\n"
+                      for row in values], None)
+        for _ in range(20):
+            chosen = [rng.choice(orders) for _ in values]
+            values, state = [[row[i] for i in order] for row, order in zip(values, chosen)], read(map(command, chosen), state)
+        assert is_right(state)
+        before = values
+        for order in orders:
+            values = [[row[i] for i in order] for row in before]
+            assert is_right(read([command(order)] * states, state)), order
+
+
 def test_run_hardens_a_hard_deltanet_in_its_second_stage(tmp_path, monkeypatch, capsys):
     def anneal(mixer, accuracy):
         mixer.hardness.add_(1 / 16).clamp_(0, 1)
