@@ -188,9 +188,9 @@ def snap(k):
 
 
 class HardDeltaNet(DeltaNet):
-    """A DeltaNet that training turns into a finite automaton, so that it does not forget. Its keys become those of
-    `snap`, and its betas 0, 1 or 2, and a bit for each token decides whether the token writes. With v = 0 and beta 2, a
-    step then swaps two rows of S or changes the sign of one, and no rounding error adds up.
+    """A DeltaNet that training turns into something like a finite automaton. Its keys become those of `snap`, its betas
+    0, 1 or 2, and a bit for each token decides whether the token writes. With v = 0 and beta 2, a step then swaps two
+    rows of S or changes the sign of one, up to the rounding of fp32.
 
     The scan uses x + hardness (hard - x), where `hard` is x rounded, with the gradient of x alone (straight-through,
     1308.3432). train.py raises `hardness` from 0 to 1 as long as answers stay right. `pull` is a loss that draws x to

@@ -426,9 +426,10 @@ def run(cfg):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
             # step
+            slower = 1 - 0.7 * hard[0].hardness.item() if hard else 1     # small steps for rounded weights
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(cfg, progress) * (1 - 0.7 * max([m.hardness.item() for m in hard] + [0]))
+                    group["lr"] = slower * learning_rate(cfg, progress)
                 optimizer.step()
             # .tolist() waits for the GPU. Not finite: the weights are ruined, so stop and keep the old checkpoint.
             finite, accuracy = torch.stack([(loss + norm).isfinite(), right.nanmean()]).tolist()
