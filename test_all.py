@@ -1592,7 +1592,7 @@ def test_hard_deltanet_anneals_by_accuracy():
     assert not mixer.anneal(0.71) and mixer.hardness < 1
 
 
-def test_the_supplied_hard_model_executes_each_command_from_states_that_occur(states=32):
+def test_supplied_hard_model_executes_each_command_from_states_that_occur(states=32):
     """All 120 commands, from the states that 20 random commands have led to, in fp64. (assets/RESULTS.md has 256.)"""
     _, task, _, model = train.load(HERE / "assets" / "deltanet-repl-hard.pt", device="cpu")
     model, rng, orders = model.double(), random.Random(0), list(itertools.permutations(range(5)))
@@ -1620,6 +1620,54 @@ def test_the_supplied_hard_model_executes_each_command_from_states_that_occur(st
         for order in orders:
             values = [[row[i] for i in order] for row in before]
             assert is_right(read([command(order)] * states, state)), order
+
+
+@slow
+def test_supplied_hard_model_is_a_finite_automaton(monkeypatch, run=HERE / "assets" / "deltanet-repl-hard.pt"):
+    """Each of the 120 commands, after each other one, moves the same five rows of S by a signed permutation. No other
+    row flows into them, and nothing is written there. All sequences of commands together make 120 such moves."""
+    _, task, _, model = train.load(run, device="cpu")
+    orders, scanned, every = itertools.permutations(range(5)), {}, torch.arange(120)
+    lines = torch.tensor([task.tokenizer.encode(f">>> a, b, c, d, e = {', '.join('abcde'[i] for i in order)}\n")
+                          for order in orders])
+
+    def record(q, k, v, beta, state):
+        scanned.update(k=k[:, 21:, 0], v=v[:, 21:, 0], beta=beta[:, 21:, 0, None, None])     # those of the second line
+        return v, state
+
+    monkeypatch.setattr(models, "delta_rule", record)
+    product = torch.eye(64, dtype=torch.float64).repeat(120, 120, 1, 1)   # of a command's steps, after another one
+    written = torch.zeros(120, 120, 64)                                   # the largest number that it writes into a row
+    with torch.no_grad():
+        for line, P, largest in zip(lines, product, written):
+            model.double()(torch.cat([lines, line.expand(120, -1)], 1))
+            k, v, beta = scanned.values()
+            W = torch.zeros_like(P)
+            for t in range(21):
+                P -= beta[:, t] * k[:, t, :, None] * (k[:, t, None] @ P)
+                W += beta[:, t] * k[:, t, :, None] * (v[:, t, None] - k[:, t, None] @ W)
+            largest[:] = W.abs().amax(-1)
+    moves = (product.abs() > 1e-12).sum(2) == 1                           # whether this row moves as a whole
+    moves &= (product.abs().amax(2) - 1).abs() < 1e-12
+    to, carried = product.abs().argmax(2), torch.ones(120, 64, dtype=torch.bool)
+    while (ok := (moves & carried[every[:, None, None], to]).all(0)).logical_and(carried).ne(carried).any():
+        carried &= ok                                                     # after a command: rows that all others move
+    carried &= (to != torch.arange(64)).any(0).any(0)                     # without those that never move
+    rows = [row.nonzero()[:, 0] for row in carried]
+    assert {len(row) for row in rows} == {5}
+    reached, new, small = set(), [(torch.eye(5, dtype=torch.float64), 0)], {}
+    for after, before in itertools.product(range(120), repeat=2):
+        into = product[after, before, rows[after]]                        # (5, 64)
+        small[after, before] = into[:, rows[before]].round()
+        assert into[:, ~carried[before]].abs().max() < 1e-12 and written[after, before, rows[after]].max() < 1e-12
+    while new:
+        memory, before = new.pop()
+        for after in range(120):
+            moved = small[after, before] @ memory
+            if (key := (str(moved), str(rows[after]))) not in reached:
+                reached.add(key)
+                new.append((moved, after))
+    assert {sum(place == other for _, other in reached) for _, place in reached} == {120}
 
 
 def test_run_hardens_a_hard_deltanet_in_its_second_stage(tmp_path, monkeypatch, capsys):
@@ -3339,6 +3387,7 @@ def test_main_refuses_a_bad_command_line_in_one_line_and_writes_nothing(line, tm
 # README.md: what it says can be typed
 
 README = (HERE / "README.md").read_text()
+RESULTS = (HERE / "assets" / "RESULTS.md").read_text()
 
 
 def readme_commands():
@@ -3383,13 +3432,13 @@ def test_readme_commands_run(tmp_path, monkeypatch):
             assert not MAINS[name](args), (name, args)
 
 
-def snippets():
-    return re.findall(r"```python\n(.*?)```", README, re.S)
+def snippets(text=README):
+    return re.findall(r"```python\n(.*?)```", text, re.S)
 
 
 def test_readme_python_of_a_trained_model_is_six_lines_and_prints_what_it_says(capsys, monkeypatch):
     monkeypatch.chdir(HERE)
-    source = snippets()[3]
+    source = snippets()[2]
     exec(source, {})
     tokens, values = capsys.readouterr().out.splitlines()
     assert values in source and len([line for line in source.splitlines() if line and "import" not in line]) <= 6
@@ -3397,13 +3446,14 @@ def test_readme_python_of_a_trained_model_is_six_lines_and_prints_what_it_says(c
     assert tokenizer.decode(json.loads(tokens[len("tensor("):-1])) == "".join(re.findall(r"\d", values))
 
 
-def test_readme_deltanet_written_by_hand_is_right(capsys):
-    exec(snippets()[0], {})
+def test_results_deltanet_written_by_hand_is_right(capsys):
+    [source] = [text for text in snippets(RESULTS) if "by_hand" in text]
+    exec(source, {})
     assert capsys.readouterr().out == "tensor(1.)\n"
 
 
 def test_readme_task_of_ones_own_is_at_most_12_lines_and_works():
-    source, scope = snippets()[2], dict(vars(data))
+    source, scope = snippets()[1], dict(vars(data))
     exec(source, scope)
     assert len([line for line in source.splitlines() if line.strip()]) <= 12
     task = scope["Modular"]()
@@ -3418,7 +3468,7 @@ def test_readme_task_of_ones_own_is_at_most_12_lines_and_works():
 
 def test_readme_task_of_ones_own_is_learned(tmp_path, monkeypatch):
     scope = dict(vars(data))
-    exec(snippets()[2], scope)
+    exec(snippets()[1], scope)
     monkeypatch.setitem(train.TASKS, "modular", scope["Modular"])
     args = ["--task", "modular", "--curriculum", "2x1 4x1", "--eval-at", "4x1", "--cooldown", "640"]
     assert train.main([*args, "--max-samples", "6000", "--out", str(tmp_path)]) == 0
@@ -3426,7 +3476,7 @@ def test_readme_task_of_ones_own_is_learned(tmp_path, monkeypatch):
 
 
 def test_readme_mixer_of_ones_own_is_at_most_8_lines_and_its_parameter_learns(monkeypatch, tmp_path):
-    source, scope = snippets()[1], dict(vars(models))
+    source, scope = snippets()[0], dict(vars(models))
     exec(source, scope)
     assert len([line for line in source.splitlines() if line.strip()]) <= 8
     monkeypatch.setitem(models.MIXERS, "retention", scope["Retention"])
@@ -3450,9 +3500,8 @@ def anchors(text):
 
 
 def test_readme_and_results_links_lead_somewhere():
-    notes = (HERE / "assets" / "RESULTS.md").read_text()
-    assert "@@" not in README + notes
-    for text, folder in ((README, HERE), (notes, HERE / "assets")):
+    assert "@@" not in README + RESULTS
+    for text, folder in ((README, HERE), (RESULTS, HERE / "assets")):
         for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
             assert (folder / path).exists(), path
-            assert not anchor or anchor in anchors(notes if path.endswith("RESULTS.md") else text), anchor
+            assert not anchor or anchor in anchors(RESULTS if path.endswith("RESULTS.md") else text), anchor
