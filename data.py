@@ -1397,7 +1397,7 @@ def show_samples(args):
             if line.answer:
                 text = f"{text.removesuffix(line.answer)}[{line.answer}]"
             print(f"{text:40s} # {line.state}" if line.state else text)
-    print("notice: a model is asked for what stands in [ ]; the state, right of #, is not in the text")
+    print("notice: [ ] is what a model must predict; it never sees the state, right of #")
 
 
 def main(argv=None):

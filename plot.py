@@ -221,7 +221,7 @@ def with_legend(figure):
     named = {}
     for axes in figure.axes:
         named |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels())}
-    names = [textwrap.fill(name, 60) for name in named]
+    names = [textwrap.fill(name, 40) for name in named]
     figure.legend(named.values(), names, loc="outside lower center", ncols=2)
     return figure
 
@@ -572,7 +572,8 @@ FIGURES = {  # those of README.md and assets/RESULTS.md: what they are drawn fro
              "title": "On an adversary's traces (right), only GRU and LSTM stay near the exact belief"},
     "samples": {"entry": "forms", "by": "states",
                 "title": "With the states in the text, all models learn; without, DeltaNet in [-1, 1] is first"},
-    "horizon": {"entry": "horizon", "by": "cooldown", "title": "With a longer learning-rate decay, models read further"},
+    "horizon": {"entry": "horizon", "by": "cooldown",
+                "title": "After a longer decay, models read further; rounded keys do not forget"},
     "heads": {"entry": "heads", "title": "One head of four tracks, and its betas are near 2."},
     "movie": {"paths": ["assets/deltanet-repl.pt", "assets/deltanet-repl-beta-1.pt"]},
 }

@@ -1623,9 +1623,10 @@ def test_supplied_hard_model_executes_each_command_from_states_that_occur(states
 
 
 @slow
-def test_supplied_hard_model_is_a_finite_automaton(monkeypatch, run=HERE / "assets" / "deltanet-repl-hard.pt"):
-    """Each of the 120 commands, after each other one, moves the same five rows of S by a signed permutation. No other
-    row flows into them, and nothing is written there. All sequences of commands together make 120 such moves."""
+def test_supplied_hard_model_is_a_finite_automaton(monkeypatch, run=HERE / "assets" / "deltanet-repl-hard.pt", count=5,
+                                                   in_all=120):
+    """Each of the 120 commands, after each other one, moves the same `count` rows of S by a signed permutation. No other
+    row flows into them, and nothing is written there. All sequences of commands together make `in_all` such moves."""
     _, task, _, model = train.load(run, device="cpu")
     orders, scanned, every = itertools.permutations(range(5)), {}, torch.arange(120)
     lines = torch.tensor([task.tokenizer.encode(f">>> a, b, c, d, e = {', '.join('abcde'[i] for i in order)}\n")
@@ -1654,10 +1655,10 @@ def test_supplied_hard_model_is_a_finite_automaton(monkeypatch, run=HERE / "asse
         carried &= ok                                                     # after a command: rows that all others move
     carried &= (to != torch.arange(64)).any(0).any(0)                     # without those that never move
     rows = [row.nonzero()[:, 0] for row in carried]
-    assert {len(row) for row in rows} == {5}
-    reached, new, small = set(), [(torch.eye(5, dtype=torch.float64), 0)], {}
+    assert {len(row) for row in rows} == {count}
+    reached, new, small = set(), [(torch.eye(count, dtype=torch.float64), 0)], {}
     for after, before in itertools.product(range(120), repeat=2):
-        into = product[after, before, rows[after]]                        # (5, 64)
+        into = product[after, before, rows[after]]                        # (count, 64)
         small[after, before] = into[:, rows[before]].round()
         assert into[:, ~carried[before]].abs().max() < 1e-12 and written[after, before, rows[after]].max() < 1e-12
     while new:
@@ -1667,7 +1668,7 @@ def test_supplied_hard_model_is_a_finite_automaton(monkeypatch, run=HERE / "asse
             if (key := (str(moved), str(rows[after]))) not in reached:
                 reached.add(key)
                 new.append((moved, after))
-    assert {sum(place == other for _, other in reached) for _, place in reached} == {120}
+    assert {sum(place == other for _, other in reached) for _, place in reached} == {in_all}
 
 
 def test_run_hardens_a_hard_deltanet_in_its_second_stage(tmp_path, monkeypatch, capsys):
