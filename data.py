@@ -1397,7 +1397,7 @@ def show_samples(args):
             if line.answer:
                 text = f"{text.removesuffix(line.answer)}[{line.answer}]"
             print(f"{text:40s} # {line.state}" if line.state else text)
-    print("notice: [ ] is what a model must predict; it never sees the state, right of #")
+    print("notice: [ ] marks the answers, on which a model is tested; it never reads the state, right of #")
 
 
 def main(argv=None):

@@ -1,5 +1,5 @@
 """
-One language model, twelve mixers to choose from, most of them one equation each, and a control without a mixer.
+One language model, thirteen mixers to choose from, most of them one equation each, and a control without a mixer.
 A *mixer* is the part of a layer that carries information from token to token, as attention does in a Transformer.
 
     x = embed(tokens);  x = x + mixer(conv(norm(x))), x = x + mlp(norm(x)) in each block;  head(norm(x))
@@ -9,6 +9,7 @@ A *mixer* is the part of a layer that carries information from token to token, a
   gated_deltanet    S_t = (I - beta_t k_t k_t^T) g_t S_{t-1} + beta_t k_t v_t^T     g in (0, 1)
   kda               the same, but g in (0, 1)^K: each row of the state has its own gate
   deltaproduct      n_householder steps of deltanet per token
+  hard_deltanet     deltanet, but training rounds k_t, beta_t and whether v_t is written
   ssm               S_t = (1 - beta_t) S_{t-1} + beta_t k_t v_t^T                   state-space model, as Mamba-2
   rotary_ssm        S_t = (1 - beta_t) R_t S_{t-1} + beta_t k_t v_t^T               R_t rotates pairs of rows
   block_diagonal    h_t = A_t h_{t-1}, blocks of h scaled to length 1               A_t of dense 8x8 blocks
@@ -188,9 +189,9 @@ def snap(k):
 
 
 class HardDeltaNet(DeltaNet):
-    """A DeltaNet that training turns into something like a finite automaton. Its keys become those of `snap`, its betas
-    0, 1 or 2, and a bit for each token decides whether the token writes. With v = 0 and beta 2, a step then swaps two
-    rows of S or changes the sign of one, up to the rounding of fp32.
+    """A DeltaNet that training can turn into a finite automaton, so that it does not forget. Its keys become those of
+    `snap`, its betas 0, 1 or 2, and a bit for each token decides whether the token writes. With v = 0 and beta 2, a
+    step then swaps two rows of S or changes the sign of one, up to rounding.
 
     The scan uses x + hardness (hard - x), where `hard` is x rounded, with the gradient of x alone (straight-through,
     1308.3432). train.py raises `hardness` from 0 to 1 as long as answers stay right. `pull` is a loss that draws x to
