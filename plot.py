@@ -567,7 +567,8 @@ COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladd
 FIGURES = {  # those of README.md and assets/RESULTS.md: what they are drawn from, and what they show
     "headline": {"entry": "figure_4", "title": "Only DeltaNet in [-1, 1] learns to track 16 commands and more"},
     "ladder": {"entry": "ladder", "by": "n_householder,n_layer",
-               "title": "Dense blocks and an LSTM learn every group; others, what theory allows or less"},
+               "title": "Dense blocks and an LSTM (in A5 and S5 with more steps) learn every group;\n"
+                        "others learn what theory allows, or less"},
     "nats": {"entry": "belief", "models": "gated_deltanet,gru,lstm,m2rnn,transformer",
              "title": "On an adversary's traces (right), only GRU and LSTM stay near the exact belief"},
     "samples": {"entry": "forms", "by": "states",
