@@ -565,7 +565,7 @@ def movie(args, lines=40):
 
 COMMANDS = {f.__name__: f for f in [curve, horizon, heads, movie, headline, ladder, samples, nats]}
 FIGURES = {  # those of README.md and assets/RESULTS.md: what they are drawn from, and what they show
-    "headline": {"entry": "figure_4", "title": "Only DeltaNet in [-1, 1] learns to track 16 commands and more"},
+    "headline": {"entry": "figure_4", "title": "Of these models, only DeltaNet in [-1, 1] tracks 16 commands and more"},
     "ladder": {"entry": "ladder", "by": "n_householder,n_layer",
                "title": "Dense blocks and an LSTM (in A5 and S5 with more steps) learn every group;\n"
                         "others learn what theory allows, or less"},

@@ -1625,8 +1625,9 @@ def test_supplied_hard_model_executes_each_command_from_states_that_occur(states
 @slow
 def test_supplied_hard_model_is_a_finite_automaton(monkeypatch, run=HERE / "assets" / "deltanet-repl-hard.pt", count=5,
                                                    in_all=120):
-    """Each of the 120 commands, after each other one, moves the same `count` rows of S by a signed permutation. No other
-    row flows into them, and nothing is written there. All sequences of commands together make `in_all` such moves."""
+    """Each of the 120 commands, after each of the 120, moves the same `count` rows of S by a signed permutation. No
+    other row flows into them, and nothing is written there. All sequences of commands together make `in_all` such
+    moves."""
     _, task, _, model = train.load(run, device="cpu")
     orders, scanned, every = itertools.permutations(range(5)), {}, torch.arange(120)
     lines = torch.tensor([task.tokenizer.encode(f">>> a, b, c, d, e = {', '.join('abcde'[i] for i in order)}\n")
